@@ -1,0 +1,247 @@
+"""The client: what an engine uses of Lamina. Engine-neutral and free of blocking calls.
+
+    client = Client(settings, HostWorkerDevice(), "my engine")
+    client.register(geometry, page_map, regions)      # what its KV is and where
+    client.connect()                                  # wait for the server; optional
+    lookup = client.lookup(request, keys)             # ... client.poll() ... lookup.result
+    retrieve = client.retrieve(...)                   # with a Gate and StepGates around it
+    store = client.store(...)                         # pages are pinned until store.is_over
+    client.end_request(request)
+
+`poll`, called at every engine step, reads replies and reconnects. Without a server every lookup is
+a miss and every store is dropped: a cache, not a dependency. All calls are for the engine's
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from lamina import protocol
+from lamina.client.link import Link, Memory
+from lamina.client.lookup import Lookup
+from lamina.client.transfers import Retrieve, Store, Transfers
+from lamina.client.watchdog import Watchdog
+from lamina.devices.base import WorkerDevice
+from lamina.errors import RequestRefusedError, ServerUnavailableError, SettingsError
+from lamina.geometry import BlockIds, Geometry, PageMap
+from lamina.protocol import Region
+from lamina.settings import ClientSettings
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """See the module. `engine` names the engine this client belongs to; all its processes share
+    it. `clock` in seconds, monotonic, is what deadlines are counted by."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        device: WorkerDevice,
+        label: str,
+        engine: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        self.label = label
+        self.engine = engine or uuid.uuid4().hex
+        self._clock = clock
+        self._memory: Memory | None = None
+        self._link: Link | None = None
+        self._lost: list[Link] = []
+        self._next_attempt_s = 0.0
+        self._last_trouble = ""
+        self._watchdog = Watchdog(self._in_flight, clock)
+
+    def register(self, geometry: Geometry, page_map: PageMap, regions: Iterable[Region]) -> None:
+        """Say what the engine's KV is and where it lies; before the first `connect` or `poll`.
+
+        Raises `GeometryError` or `SettingsError` when it cannot be served.
+        """
+        memory = Memory(geometry, page_map, tuple(regions))
+        page_map.check(geometry, [region.nbytes for region in memory.regions])
+        width, layers = self.settings.layerwise_overlap, len(geometry.layers)
+        if width > layers:
+            raise SettingsError(
+                f"layerwise_overlap is {width}, but the model has {layers} layers",
+                f"Use 1 to {layers}, or false for whole transfers",
+            )
+        self._memory = memory
+
+    def connect(self) -> None:
+        """Wait until the server takes us, at most `connect_timeout_ms`.
+
+        Raises `ServerUnavailableError` when none answers, `RequestRefusedError` with the server's
+        reason when it will not have us.
+        """
+        timeout_s = self.settings.connect_timeout_ms / 1000
+        until_s = time.monotonic() + timeout_s
+        link = self._link = self._link or self._new_link()
+        while not link.is_ready:
+            link.connection.wait(max(0.0, until_s - time.monotonic()))
+            if link.connection.is_lost or time.monotonic() > until_s:
+                refusal = link.refusal or link.connection.parting_word
+                self._drop_link()
+                if refusal is not None:
+                    raise RequestRefusedError(refusal.code, refusal.cause, refusal.remedy)
+                raise ServerUnavailableError(
+                    f"the server at {self.settings.socket} did not answer in {timeout_s:g} s",
+                    "Look at its log; it may be stopped or overloaded",
+                )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a lookup makes sense: the server took us and its heart beats."""
+        return (
+            self._link is not None
+            and self._link.is_open
+            and self._link.connection.heartbeat_age_s() * 1000 <= self.settings.suspect_after_ms
+        )
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a chunk as agreed with the server; None before the first connection."""
+        if self._link is not None and self._link.chunk_tokens:
+            return self._link.chunk_tokens
+        return self.settings.chunk_tokens
+
+    @property
+    def quarantined(self) -> int:
+        """Retrieves given up whose pages may still be written: they are not over."""
+        return sum(1 for r in self._in_flight() if r.outcome is not None and not r.is_over)
+
+    def poll(self) -> None:
+        """Read replies, notice a lost server, reconnect when it is time. Never blocks."""
+        link = self._link
+        if link is not None:
+            link.connection.pump()
+            if link.connection.is_lost:
+                self._log_trouble(link)
+                self._drop_link()
+        elif self._clock() >= self._next_attempt_s:
+            self._reconnect()
+        for lost in list(self._lost):
+            if lost.transfers is not None:
+                lost.transfers.reap()
+            if lost.is_over:
+                self._lost.remove(lost)
+                lost.close()
+
+    def lookup(self, request: str, keys: Sequence[bytes]) -> Lookup:
+        """Ask how many of `keys` are held; a miss at once when the server is not usable."""
+        deadline_s = self._clock() + self.settings.lookup_timeout_ms / 1000
+        connection = self._link.connection if self._link and self.is_usable else None
+        return Lookup(connection, request, tuple(keys), deadline_s, self._clock)
+
+    def retrieve(
+        self,
+        request: str,
+        lease: int,
+        start_tokens: int,
+        block_ids: Sequence[BlockIds],
+        layers_per_slice: int,
+        ticket: int | None = None,
+    ) -> Retrieve | None:
+        """Begin to load leased chunks into blocks; None when the server is gone or all slots are
+        taken: recompute then. `ticket` is one of `write_ticket`, where the blocks may still be
+        written by work enqueued before."""
+        transfers = self._transfers()
+        if transfers is None or not transfers.has_free_slot:
+            return None
+        retrieve = transfers.retrieve(
+            request,
+            lease,
+            start_tokens,
+            block_ids,
+            layers_per_slice,
+            ticket,
+            self._clock() + self.settings.retrieve_timeout_ms / 1000,
+        )
+        self._watchdog.watch()
+        return retrieve
+
+    def cancel(self, retrieve: Retrieve) -> None:
+        """Give up a retrieve; its pages are the engine's again when it `is_over`."""
+        for link in [self._link, *self._lost]:
+            if link is not None and link.board is retrieve.board and link.transfers is not None:
+                link.transfers.cancel(retrieve)
+
+    def store(
+        self, parent: bytes, keys: Sequence[bytes], block_ids: Sequence[BlockIds], ticket: int
+    ) -> Store | None:
+        """Begin to store full chunks after `ticket`; None when there is no server."""
+        transfers = self._transfers()
+        return transfers.store(parent, keys, block_ids, ticket) if transfers else None
+
+    def write_ticket(self, stream: Any = None) -> int:
+        """A ticket that is reached once everything enqueued on the compute stream is done."""
+        transfers = self._transfers()
+        if transfers is None:
+            return 0  # there is nobody to read it
+        assert self._link is not None
+        ticket = transfers.next_ticket()
+        self.device.write_ticket(self._link.board, ticket, stream)
+        return ticket
+
+    def end_request(self, request: str) -> None:
+        """The request is over: its lease ends, its retrieves are cancelled."""
+        self._send(lambda number: protocol.EndRequest(number, request))
+
+    def end_lease(self, lease: int) -> None:
+        """The hit is not used."""
+        self._send(lambda number: protocol.EndLease(number, lease))
+
+    def close(self) -> None:
+        """End the connection and the watchdog; the engine's memory must outlive open transfers."""
+        self._watchdog.stop()
+        if self._link is not None:
+            self._drop_link()
+        for link in self._lost:
+            link.close()
+        self._lost.clear()
+
+    def _transfers(self) -> Transfers | None:
+        return self._link.transfers if self._link is not None and self._link.is_open else None
+
+    def _send(self, make: Callable[[int], protocol.Message]) -> None:
+        if self._link is not None and not self._link.connection.is_lost:
+            self._link.connection.call(make, lambda _: None)
+
+    def _in_flight(self) -> Iterator[Retrieve]:
+        """Every retrieve not yet acknowledged; also called by the watchdog's thread."""
+        for link in [self._link, *self._lost]:
+            if link is not None and link.transfers is not None:
+                yield from list(link.transfers.retrieves.values())
+
+    def _new_link(self) -> Link:
+        return Link(self.settings, self.device, self.engine, self.label, self._memory)
+
+    def _reconnect(self) -> None:
+        self._next_attempt_s = self._clock() + self.settings.reconnect_every_ms / 1000
+        try:
+            self._link = self._new_link()
+        except ServerUnavailableError as error:
+            self._log_once(f"going on without a cache: {error}")
+
+    def _drop_link(self) -> None:
+        assert self._link is not None
+        self._link.connection.close()
+        self._lost.append(self._link)
+        self._link = None
+        self._next_attempt_s = self._clock() + self.settings.reconnect_every_ms / 1000
+
+    def _log_trouble(self, link: Link) -> None:
+        said = link.refusal or link.connection.parting_word
+        reason = f"{said.cause}. {said.remedy}" if said else "the server closed the connection"
+        self._log_once(f"going on without a cache: {reason}")
+
+    def _log_once(self, trouble: str) -> None:
+        if trouble != self._last_trouble:
+            log.warning("%s", trouble)
+        self._last_trouble = trouble

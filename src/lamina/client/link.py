@@ -1,0 +1,116 @@
+"""A link: one connection from Hello to the end of its last transfer, with its board.
+
+Engines reconnect; each time a new link begins with a new board, and the old one lives on until
+nothing of it is in flight any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina import protocol
+from lamina.board import Board
+from lamina.client.connection import Connection
+from lamina.client.transfers import Transfers
+from lamina.devices.base import WorkerDevice
+from lamina.errors import ErrorCode, ServerUnavailableError
+from lamina.geometry import Geometry, PageMap
+from lamina.protocol import Region
+from lamina.settings import ClientSettings
+
+BOARD_SLOTS = 1024
+"""Retrieves in flight or not yet acknowledged per connection; more wait as misses."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a worker registers: what its KV is, where it lies, and in which allocations."""
+
+    geometry: Geometry
+    page_map: PageMap
+    regions: tuple[Region, ...]
+
+
+class Link:
+    """One connection with its board and its transfers, from Hello to the end of the last one."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        device: WorkerDevice,
+        engine: str,
+        label: str,
+        memory: Memory | None,
+    ) -> None:
+        self._wanted_chunk_tokens = settings.chunk_tokens
+        self._device = device
+        self._memory = memory
+        self.board = Board.create(BOARD_SLOTS if memory else 0)
+        try:
+            self.connection = Connection(settings.socket, self.board)
+        except ServerUnavailableError:
+            self.board.close()
+            raise
+        self.transfers: Transfers | None = None
+        self.is_ready = False
+        self.refusal: protocol.ErrorReply | None = None
+        self.chunk_tokens = 0
+        self.connection.call(lambda n: protocol.Hello(n, engine, label), self._welcomed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server took us and the connection stands."""
+        return self.is_ready and not self.connection.is_lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection is lost and nothing of it is in flight any more."""
+        return self.connection.is_lost and (self.transfers is None or self.transfers.is_idle)
+
+    def close(self) -> None:
+        """Only when it `is_over`, or its process ends."""
+        self.connection.close()
+        self.connection.server.close()
+        self.board.close()
+
+    def _welcomed(self, reply: protocol.Reply | None) -> None:
+        if not isinstance(reply, protocol.Welcome):
+            self._refused(reply)
+            return
+        self.chunk_tokens = reply.chunk_tokens
+        self.connection.set_server_clock(reply.server_clock_ns)
+        wanted = self._wanted_chunk_tokens
+        if wanted is not None and wanted != reply.chunk_tokens:
+            self._refused(
+                protocol.ErrorReply(
+                    reply.id,
+                    ErrorCode.BAD_GEOMETRY,
+                    f"lamina.chunk_tokens is {wanted}, the server's chunks have "
+                    f"{reply.chunk_tokens} tokens",
+                    "Set both to the same number",
+                )
+            )
+            return
+        if self._memory is None:
+            self.is_ready = True
+            return
+        memory = self._memory
+        self._device.admit(self.connection.server)
+        name = self._device.name
+        self.connection.call(
+            lambda n: protocol.Register(n, name, memory.geometry, memory.page_map, memory.regions),
+            self._registered,
+        )
+
+    def _registered(self, reply: protocol.Reply | None) -> None:
+        if not isinstance(reply, protocol.Registered):
+            self._refused(reply)
+            return
+        assert self._memory is not None
+        self.transfers = Transfers(self.connection, self.board, self._memory.geometry)
+        self.is_ready = True
+
+    def _refused(self, reply: protocol.Reply | None) -> None:
+        if isinstance(reply, protocol.ErrorReply):
+            self.refusal = reply
+        self.connection.close()

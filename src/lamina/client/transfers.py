@@ -1,0 +1,235 @@
+"""Retrieves and stores of one connection, from the request to the proof that they are over.
+
+A retrieve's progress is its slot's count on the board; its end is acknowledged by the server's
+reply or proven by the server's death. Between the two a retrieve may have been given up (its
+waits are ended, its request has failed): its pages and its slot stay taken all the same.
+
+    in flight ──▶ all landed ──────────────▶ acknowledged: slot and pages are free
+        └──────▶ forced (time-out, death) ──▶    "
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from lamina import protocol
+from lamina.board import Board, TransferStatus, reached
+from lamina.client.connection import Connection
+from lamina.geometry import BlockIds, Geometry, Slice
+
+
+class Retrieve:
+    """One retrieve. Its owner is the engine's thread; the watchdog may `force` it."""
+
+    def __init__(
+        self,
+        request: str,
+        board: Board,
+        slot: int,
+        base: int,
+        slices: tuple[Slice, ...],
+        deadline_s: float,
+        is_server_dead: Callable[[], bool],
+    ) -> None:
+        self.request = request
+        self.board = board
+        self.slot = slot
+        self.base = base
+        self.slices = slices
+        self.deadline_s = deadline_s
+        self.is_server_dead = is_server_dead
+        self.number = 0
+        self.refusal: protocol.ErrorReply | None = None
+        self.ended: protocol.Retrieved | None = None
+        """The server's account of it, once it came."""
+        self._acknowledged = False
+        self._forced: TransferStatus | None = None
+        self._outcome: TransferStatus | None = None  # kept, since the slot is used again
+        self._lock = threading.Lock()  # between `force` and giving the slot back, nothing else
+
+    @property
+    def final_count(self) -> int:
+        return self.base + len(self.slices)
+
+    @property
+    def landed_slices(self) -> int:
+        """How many slices are in the pages. Meaningless once `outcome` is a failure."""
+        landed = (self.board.landed(self.slot) - self.base) & 0xFFFF_FFFF
+        return landed if landed <= len(self.slices) else 0
+
+    @property
+    def outcome(self) -> TransferStatus | None:
+        """None while in flight; OK when every slice has landed; why it failed otherwise.
+
+        A failure is final for the engine, but its pages are free only when `is_over`.
+        """
+        if self._outcome is None and (self._forced is not None or self._has_ended()):
+            # Read in this order: whoever forces the count says so first (`force`), and the server
+            # writes the status before it forces the count.
+            forced = self._forced
+            self._outcome = forced if forced is not None else self.board.status(self.slot)
+        return self._outcome
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be written to the pages."""
+        return self._acknowledged or self.outcome is TransferStatus.OK
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the slot is free too."""
+        return self._acknowledged
+
+    def force(self, status: TransferStatus) -> None:
+        """End every wait on this retrieve and make it failed; again if the server wrote since.
+
+        Any thread: makes no device call, and its lock is never held across one.
+        """
+        with self._lock:
+            if self._acknowledged or (self._forced is None and self._has_ended()):
+                return
+            self._forced = self._forced or status
+            self.board.announce(self.slot, self.final_count)
+
+    def acknowledge(self) -> None:
+        """The server will not write again. Called by `Transfers` only."""
+        assert self.outcome is not None, "acknowledged before its final count"
+        with self._lock:
+            self._acknowledged = True
+
+    def _has_ended(self) -> bool:
+        return reached(self.board.landed(self.slot), self.final_count)
+
+
+class Store:
+    """One store; the pages are the engine's again once `is_over`."""
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.ended: protocol.Stored | None = None
+        self.is_over = False
+
+
+class Transfers:
+    """The slots of one connection's board and what is in flight on them."""
+
+    def __init__(self, connection: Connection, board: Board, geometry: Geometry) -> None:
+        self._connection = connection
+        self._board = board
+        self._geometry = geometry
+        self._free_slots = list(range(board.slots))
+        self._bases = [0] * board.slots
+        self.retrieves: dict[int, Retrieve] = {}
+        """In flight or given up, by slot, until acknowledged. The watchdog reads it."""
+        self.stores: set[Store] = set()
+        self._tickets = 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every transfer is over and acknowledged."""
+        return not self.retrieves and not self.stores
+
+    def next_ticket(self) -> int:
+        """The number of the next ticket of this board."""
+        self._tickets = (self._tickets + 1) & 0xFFFF_FFFF
+        return self._tickets
+
+    def retrieve(
+        self,
+        request: str,
+        lease: int,
+        start_tokens: int,
+        block_ids: Sequence[BlockIds],
+        layers_per_slice: int,
+        ticket: int | None,
+        deadline_s: float,
+    ) -> Retrieve:
+        """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`."""
+        slot = self._free_slots.pop()
+        self._board.reset(slot)
+        retrieve = Retrieve(
+            request,
+            self._board,
+            slot,
+            self._bases[slot],
+            self._geometry.slices(layers_per_slice),
+            deadline_s,
+            self._connection.is_server_dead,
+        )
+        self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF
+        self.retrieves[slot] = retrieve
+        packed = tuple(protocol.pack_block_ids(ids) for ids in block_ids)
+        retrieve.number = self._connection.call(
+            lambda number: protocol.Retrieve(
+                number,
+                lease,
+                start_tokens,
+                packed,
+                slot,
+                retrieve.base,
+                layers_per_slice,
+                ticket,
+            ),
+            lambda reply: self._retrieve_ended(retrieve, reply),
+        )
+        return retrieve
+
+    def cancel(self, retrieve: Retrieve) -> None:
+        """Give up a retrieve. Its pages are free when it `is_over`, not before."""
+        if not retrieve.is_acknowledged and not self._connection.is_lost:
+            self._connection.call(
+                lambda number: protocol.Cancel(number, retrieve.number), lambda _: None
+            )
+
+    def store(
+        self, parent: bytes, keys: Sequence[bytes], block_ids: Sequence[BlockIds], ticket: int
+    ) -> Store:
+        """Begin a store; see `protocol.Store`."""
+        store = Store(len(keys))
+        self.stores.add(store)
+        packed = tuple(protocol.pack_block_ids(ids) for ids in block_ids)
+        self._connection.call(
+            lambda number: protocol.Store(number, parent, tuple(keys), packed, ticket),
+            lambda reply: self._store_ended(store, reply),
+        )
+        return store
+
+    def reap(self) -> None:
+        """Acknowledge what the server's death has ended. For a connection that was lost."""
+        if (self.retrieves or self.stores) and self._connection.is_server_dead():
+            for retrieve in list(self.retrieves.values()):
+                retrieve.force(TransferStatus.SERVER_DIED)
+                self._release(retrieve)
+            for store in self.stores:
+                store.is_over = True
+            self.stores.clear()
+
+    def _retrieve_ended(self, retrieve: Retrieve, reply: protocol.Reply | None) -> None:
+        if reply is None:
+            retrieve.force(TransferStatus.SERVER_DIED)
+            return  # lost, not over: `reap` ends it once the server is known to be dead
+        if isinstance(reply, protocol.Retrieved):
+            retrieve.ended = reply
+        else:
+            assert isinstance(reply, protocol.ErrorReply)
+            retrieve.refusal = reply
+            retrieve.force(TransferStatus.REFUSED)
+        self._release(retrieve)
+
+    def _release(self, retrieve: Retrieve) -> None:
+        retrieve.acknowledge()
+        del self.retrieves[retrieve.slot]
+        self._free_slots.append(retrieve.slot)
+
+    def _store_ended(self, store: Store, reply: protocol.Reply | None) -> None:
+        if reply is None:
+            return
+        if isinstance(reply, protocol.Stored):
+            store.ended = reply
+        store.is_over = True
+        self.stores.discard(store)

@@ -1,0 +1,89 @@
+"""The device interface: what Lamina asks of the memory that holds an engine's KV.
+
+Two sides. A `WorkerDevice` lives in the engine's process: `export`, `admit`, `write_ticket`,
+`wait_landed`. A `ServerDevice` lives in the server: `open` gives an `EngineMemory`, `stream` a
+`CopyStream` per direction, on which a lane's slices are copied and announced in order.
+
+What every device promises, checked by one conformance suite (`tests/devices/conformance.py`):
+a count is never visible before the bytes it announces; copies and announcements of one stream take
+effect in the order of the calls; nothing outside the given pieces is touched; once
+`CopyStream.is_done(mark)` no copy before the mark will touch memory again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from lamina.board import Board
+from lamina.copies import CopyList
+from lamina.linux import Peer
+from lamina.protocol import Region
+
+
+class Direction(Enum):
+    """Of a copy, seen from the engine."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+class WorkerDevice(Protocol):
+    """The engine's side. Called by the thread that launches the model unless said otherwise."""
+
+    @property
+    def name(self) -> str:
+        """Names the device to the server, for example `host`."""
+
+    def export(self, address: int, nbytes: int) -> Region:
+        """Describe one allocation so that the server can open it. Raises `DeviceError`."""
+
+    def admit(self, server: Peer) -> None:
+        """Let this server open what is exported. Called at each (re)connect."""
+
+    def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
+        """Set the board's ticket once everything enqueued on the compute stream is done."""
+
+    def wait_landed(self, board: Board, slot: int, count: int, stream: Any = None) -> None:
+        """Make the compute stream wait until the slot's count reaches `count`.
+
+        Anyone can end the wait by forcing the count (see `client.watchdog`).
+        """
+
+
+class EngineMemory(Protocol):
+    """An engine's exported allocations, opened by the server."""
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Where each region starts, in the addresses that `CopyStream.copy` takes."""
+
+    def close(self) -> None:
+        """Give the memory back. No copy may be in flight."""
+
+
+class CopyStream(Protocol):
+    """One ordered queue of copies in one direction. Called by its lane's thread only."""
+
+    def copy(self, memory: EngineMemory, copies: CopyList) -> None:
+        """Enqueue copies; may wait while too much is in flight. Raises `DeviceError`."""
+
+    def announce(self, board: Board, slot: int, count: int) -> None:
+        """Set the slot's count after all copies enqueued so far. Raises `DeviceError`."""
+
+    def mark(self) -> int:
+        """A number that stands for everything enqueued so far."""
+
+    def is_done(self, mark: int) -> bool:
+        """Whether everything up to `mark` has taken effect. Raises `DeviceError`."""
+
+
+class ServerDevice(Protocol):
+    """The server's side."""
+
+    def open(self, peer: Peer, regions: Sequence[Region]) -> EngineMemory:
+        """Open a worker's allocations. Raises `CopyDeniedError` or `DeviceError`."""
+
+    def stream(self, direction: Direction) -> CopyStream:
+        """A stream; one lane has one."""

@@ -1,0 +1,272 @@
+"""Where KV is: layers, groups, planes and pages; chunks and slices. Pure arithmetic.
+
+Two descriptions meet here. A `Geometry` says what KV *is* (layers in execution order, bytes of a
+page, tokens of a block and of a chunk); it is part of a chunk's identity. A `PageMap` says where
+one worker keeps it (which region of memory, at which offset and stride). Lamina's own layout of a
+chunk is `[layer][plane][block][page bytes]`, so any slice of layers of a chunk is contiguous.
+
+Words: a *page* is one block of one layer, contiguous bytes. A layer has one *plane* of pages where
+the engine packs K and V together (or has only one, as MLA does), two where they are apart. Layers
+of one *group* share a block table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lamina.errors import GeometryError
+
+Int64Array = npt.NDArray[np.int64]
+BlockIds = npt.NDArray[np.int32]
+
+CHUNK_ALIGNMENT_BYTES = 4096
+"""Chunks start and end on memory pages, so that no two chunks share one."""
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Layers that share one block table; `block_tokens` tokens a block."""
+
+    block_tokens: int
+
+
+class Layer(msgspec.Struct, frozen=True, array_like=True):
+    """One attention layer: its group and its pages (`planes` per block, `page_bytes` each)."""
+
+    name: str
+    group: int
+    planes: int
+    page_bytes: int
+
+
+class Slice(NamedTuple):
+    """A run of consecutive layers `[first_layer, end_layer)`, moved and announced together."""
+
+    number: int
+    first_layer: int
+    end_layer: int
+
+
+class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """What one worker's KV is. Raises `GeometryError` when it does not add up.
+
+    `layers` are in execution order: the order in which slices are moved and waited for.
+    """
+
+    chunk_tokens: int
+    groups: tuple[Group, ...]
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or not self.layers:
+            raise GeometryError(
+                "a geometry needs at least one group and one layer", "Register the KV tensors first"
+            )
+        if self.chunk_tokens < 1:
+            raise GeometryError(
+                f"chunk_tokens is {self.chunk_tokens}", "Use a positive number of tokens"
+            )
+        for index, group in enumerate(self.groups):
+            if group.block_tokens < 1 or self.chunk_tokens % group.block_tokens:
+                raise GeometryError(
+                    f"block size {group.block_tokens} of group {index} does not divide the chunk "
+                    f"of {self.chunk_tokens} tokens",
+                    "Choose a chunk size that is a multiple of every block size",
+                )
+        for layer in self.layers:
+            if not 0 <= layer.group < len(self.groups):
+                raise GeometryError(
+                    f"layer {layer.name!r} is in group {layer.group}, "
+                    f"but there are {len(self.groups)} groups",
+                    "Give every layer the index of a group",
+                )
+            if layer.planes < 1 or layer.page_bytes < 1:
+                raise GeometryError(
+                    f"layer {layer.name!r} has {layer.planes} planes of "
+                    f"{layer.page_bytes}-byte pages",
+                    "Give every layer at least one plane of at least one byte",
+                )
+
+    @cached_property
+    def layer_offsets(self) -> Int64Array:
+        """Offset in bytes of each layer in a chunk, shape (layers + 1,); the last is its size."""
+        sizes = [
+            layer.planes * self.blocks_per_chunk(layer.group) * layer.page_bytes
+            for layer in self.layers
+        ]
+        return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes that a chunk takes in the arena, rounded up to `CHUNK_ALIGNMENT_BYTES`."""
+        return -(-int(self.layer_offsets[-1]) // CHUNK_ALIGNMENT_BYTES) * CHUNK_ALIGNMENT_BYTES
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """The least common multiple of the block sizes: transfers start and end on it."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that differ whenever two geometries do, layer names aside."""
+        shape = (
+            self.chunk_tokens,
+            [g.block_tokens for g in self.groups],
+            [(layer.group, layer.planes, layer.page_bytes) for layer in self.layers],
+        )
+        return hashlib.sha256(b"lamina geometry 1" + msgspec.msgpack.encode(shape)).digest()
+
+    def blocks_per_chunk(self, group: int) -> int:
+        """Blocks of `group` that one chunk holds."""
+        return self.chunk_tokens // self.groups[group].block_tokens
+
+    def slices(self, layers_per_slice: int) -> tuple[Slice, ...]:
+        """Cut the layers into runs of `layers_per_slice`; the last may be shorter.
+
+        Raises `GeometryError` for a width below 1 or above the layer count.
+        """
+        count = len(self.layers)
+        if not 1 <= layers_per_slice <= count:
+            raise GeometryError(
+                f"a width of {layers_per_slice} layers a slice does not fit {count} layers",
+                f"Use 1 to {count}, or {count} for whole transfers",
+            )
+        starts = range(0, count, layers_per_slice)
+        return tuple(
+            Slice(i, first, min(first + layers_per_slice, count)) for i, first in enumerate(starts)
+        )
+
+
+class PlanePages(msgspec.Struct, frozen=True, array_like=True):
+    """Where a plane's pages are: page `b` is at `offset_bytes + b * stride_bytes` of `region`."""
+
+    region: int
+    offset_bytes: int
+    stride_bytes: int
+
+
+class PageMap(msgspec.Struct, frozen=True, array_like=True):
+    """Where one worker keeps its pages: `blocks[group]` blocks, `planes[layer][plane]`."""
+
+    blocks: tuple[int, ...]
+    planes: tuple[tuple[PlanePages, ...], ...]
+
+    def check(self, geometry: Geometry, region_bytes: Sequence[int]) -> None:
+        """Raise `GeometryError` unless every page lies inside its region and none overlap.
+
+        Layers of different groups may share memory (a hybrid model's groups never use the same
+        block at once); pages of one group may not.
+        """
+        if len(self.blocks) != len(geometry.groups) or len(self.planes) != len(geometry.layers):
+            raise GeometryError(
+                f"the page map has {len(self.blocks)} groups and {len(self.planes)} layers, the "
+                f"geometry {len(geometry.groups)} and {len(geometry.layers)}",
+                "Describe every group and every layer once",
+            )
+        if any(count < 1 for count in self.blocks):
+            raise GeometryError("a group has no blocks", "Give every group at least one block")
+        occupied: dict[tuple[int, int], list[tuple[PlanePages, int, int]]] = {}
+        for layer, planes in zip(geometry.layers, self.planes, strict=True):
+            if len(planes) != layer.planes:
+                raise GeometryError(
+                    f"layer {layer.name!r} maps {len(planes)} planes instead of {layer.planes}",
+                    "Map every plane of every layer",
+                )
+            for plane in planes:
+                _check_plane(layer, plane, self.blocks[layer.group], region_bytes)
+                occupied.setdefault((layer.group, plane.region), []).append(
+                    (plane, self.blocks[layer.group], layer.page_bytes)
+                )
+        for (group, region), entries in occupied.items():
+            _check_disjoint(group, region, entries)
+
+
+def _check_plane(layer: Layer, plane: PlanePages, blocks: int, region_bytes: Sequence[int]) -> None:
+    if not 0 <= plane.region < len(region_bytes):
+        raise GeometryError(
+            f"layer {layer.name!r} lies in region {plane.region} of {len(region_bytes)}",
+            "Export every allocation that holds KV",
+        )
+    if plane.stride_bytes < layer.page_bytes or plane.offset_bytes < 0:
+        raise GeometryError(
+            f"layer {layer.name!r} has pages of {layer.page_bytes} bytes every "
+            f"{plane.stride_bytes} bytes from offset {plane.offset_bytes}",
+            "Pages are contiguous bytes and must not overlap",
+        )
+    end = plane.offset_bytes + (blocks - 1) * plane.stride_bytes + layer.page_bytes
+    if end > region_bytes[plane.region]:
+        raise GeometryError(
+            f"layer {layer.name!r} ends at byte {end} of a region of {region_bytes[plane.region]}",
+            "Check the block count, the stride and the size of the exported allocation",
+        )
+
+
+def _check_disjoint(group: int, region: int, entries: list[tuple[PlanePages, int, int]]) -> None:
+    if len(entries) == 1:
+        return  # `_check_plane` has seen that the stride is no smaller than the page
+    starts = np.concatenate(
+        [plane.offset_bytes + np.arange(n) * plane.stride_bytes for plane, n, _ in entries]
+    )
+    sizes = np.concatenate([np.full(n, page_bytes) for _, n, page_bytes in entries])
+    order = np.argsort(starts, kind="stable")
+    if np.any(starts[order][:-1] + sizes[order][:-1] > starts[order][1:]):
+        raise GeometryError(
+            f"pages of group {group} overlap in region {region}",
+            "Give every plane of a group its own bytes",
+        )
+
+
+def check_block_ids(
+    geometry: Geometry,
+    page_map: PageMap,
+    start_tokens: int,
+    covered_tokens: int,
+    block_ids: Sequence[BlockIds],
+) -> int:
+    """Check the blocks of a transfer before any address is computed; return its tokens.
+
+    Raises `GeometryError` when a block is out of range or named twice, when the groups disagree
+    about the number of tokens, when the range starts off a block boundary or runs past the
+    `covered_tokens` of the chunks at hand.
+    """
+    if len(block_ids) != len(geometry.groups):
+        raise GeometryError(
+            f"block ids for {len(block_ids)} groups, but the geometry has {len(geometry.groups)}",
+            "Send one array of block ids per group",
+        )
+    tokens = len(block_ids[0]) * geometry.groups[0].block_tokens
+    if start_tokens < 0 or start_tokens % geometry.step_tokens or tokens % geometry.step_tokens:
+        raise GeometryError(
+            f"a transfer of {tokens} tokens from token {start_tokens} does not lie on blocks of "
+            f"{geometry.step_tokens} tokens",
+            "Transfer whole blocks",
+        )
+    if tokens == 0 or start_tokens + tokens > covered_tokens:
+        raise GeometryError(
+            f"a transfer of tokens [{start_tokens}, {start_tokens + tokens}) does not fit the "
+            f"{covered_tokens} tokens that are covered",
+            "Send block ids for the covered tokens only",
+        )
+    for group, (ids, blocks) in enumerate(zip(block_ids, page_map.blocks, strict=True)):
+        if len(ids) * geometry.groups[group].block_tokens != tokens:
+            raise GeometryError(
+                f"group {group} names {len(ids)} blocks for {tokens} tokens",
+                "Cover the same tokens in every group",
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= blocks:
+            raise GeometryError(
+                f"a block id of group {group} is outside [0, {blocks})",
+                "Send the block ids of the registered KV memory",
+            )
+        if len(np.unique(ids)) != len(ids):
+            raise GeometryError(
+                f"a block id of group {group} is named twice", "Give every block once"
+            )
+    return tokens

@@ -1,0 +1,307 @@
+"""Every message between an engine and the server, and how messages are framed.
+
+A connection is a Unix stream socket. The client first sends a *preface* (magic and protocol
+version, `PREFACE_BYTES`) with its board's descriptor attached, then frames. A frame is a
+little-endian u32 length and that many bytes of MessagePack. Every request carries an `id` that the
+client chooses and gets exactly one reply with that id: the type that `REPLY_OF` names, or
+`ErrorReply`. Replies may come in any order.
+
+`PREFACE`, the frame header and `ErrorReply` never change, so that two versions can always tell
+each other that they differ. Everything else may change with `VERSION`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from lamina.errors import ErrorCode, LaminaError
+from lamina.geometry import BlockIds, Geometry, PageMap
+
+_Message = TypeVar("_Message")
+
+VERSION = 1
+MAGIC = b"LMNA"
+_PREFACE = struct.Struct("<4sI")
+_FRAME = struct.Struct("<I")
+PREFACE_BYTES = _PREFACE.size
+FRAME_HEADER_BYTES = _FRAME.size
+MAX_FRAME_BYTES = 8 << 20
+"""Bounds what a peer can make the other side allocate; a retrieve of 2 GiB takes 128 KiB."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    id: int
+
+
+class Hello(Message, frozen=True):
+    """Opens a connection. `engine` is a random name shared by one engine's connections; it is the
+    engine's identity and kept secret. `label` is for people."""
+
+    engine: str
+    label: str
+
+
+class Welcome(Message, frozen=True):
+    """`server_clock_ns` is the server's monotonic clock, which heartbeats are read against."""
+
+    server_version: str
+    chunk_tokens: int
+    server_clock_ns: int
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One exported allocation. `handle` means something to the worker's device only."""
+
+    handle: bytes
+    nbytes: int
+
+
+class Register(Message, frozen=True):
+    """Makes the connection a worker's: its device, what its KV is and where it lies."""
+
+    device: str
+    geometry: Geometry
+    page_map: PageMap
+    regions: tuple[Region, ...]
+
+
+class Registered(Message, frozen=True):
+    pass
+
+
+class Lookup(Message, frozen=True):
+    """Asks for the longest run of `keys`, from the first, that the server holds.
+
+    A lease that the same request already has is replaced.
+    """
+
+    request: str
+    keys: tuple[bytes, ...]
+
+
+class Found(Message, frozen=True):
+    """`chunks` chunks are pinned under `lease` (0 when nothing was found)."""
+
+    lease: int
+    chunks: int
+
+
+class Retrieve(Message, frozen=True):
+    """Copies leased chunks into the worker's pages, slice by slice.
+
+    `start_tokens` counts from the first leased chunk. `block_ids` are packed arrays, one a group.
+    Slice `i` (from 0) is announced as `base + i + 1` on `slot`. With a `ticket`, nothing is copied
+    before the board's ticket reaches it.
+    """
+
+    lease: int
+    start_tokens: int
+    block_ids: tuple[bytes, ...]
+    slot: int
+    base: int
+    layers_per_slice: int
+    ticket: int | None = None
+
+
+class Retrieved(Message, frozen=True):
+    """A retrieve's end: nothing more will be written, slot and pages are the engine's.
+
+    `status` is a `board.TransferStatus`. Times are from the server's receipt of the request.
+    """
+
+    status: int
+    nbytes: int
+    first_slice_us: int
+    total_us: int
+
+
+class Store(Message, frozen=True):
+    """Copies consecutive full chunks out of the worker's pages.
+
+    `parent` is the key of the chunk before the first, empty at the start of a prompt. `block_ids`
+    cover the chunks of `keys` exactly. Nothing is copied before the board's ticket reaches
+    `ticket`.
+    """
+
+    parent: bytes
+    keys: tuple[bytes, ...]
+    block_ids: tuple[bytes, ...]
+    ticket: int
+
+
+class Stored(Message, frozen=True):
+    """A store's end: the pages are the engine's. Chunks were `stored`, already `present`, or
+    `dropped` (no room, or their parent is gone)."""
+
+    status: int
+    stored: int
+    present: int
+    dropped: int
+
+
+class Cancel(Message, frozen=True):
+    """Gives up the transfer whose request had id `transfer`."""
+
+    transfer: int
+
+
+class Cancelled(Message, frozen=True):
+    """Nothing more of that transfer will be read or written."""
+
+
+class EndLease(Message, frozen=True):
+    """The lease is not needed; unknown leases are fine, they may have run out."""
+
+    lease: int
+
+
+class EndRequest(Message, frozen=True):
+    """The request has ended: its leases end, its retrieves in flight are cancelled."""
+
+    request: str
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class Ping(Message, frozen=True):
+    pass
+
+
+class Pong(Message, frozen=True):
+    pass
+
+
+class GetStats(Message, frozen=True):
+    pass
+
+
+class Stats(Message, frozen=True):
+    values: dict[str, float]
+
+
+class Clear(Message, frozen=True):
+    """Forgets every chunk that is not pinned or on its way."""
+
+
+class Cleared(Message, frozen=True):
+    chunks: int
+
+
+class ErrorReply(Message, frozen=True):
+    """The request failed: why, and what to do about it. Its layout never changes."""
+
+    code: ErrorCode
+    cause: str
+    remedy: str
+
+
+Request: TypeAlias = (
+    Hello | Register | Lookup | Retrieve | Store | Cancel | EndLease | EndRequest | Ping | GetStats
+    | Clear
+)  # fmt: skip
+Reply: TypeAlias = (
+    Welcome | Registered | Found | Retrieved | Stored | Cancelled | Done | Pong | Stats | Cleared
+    | ErrorReply
+)  # fmt: skip
+
+REPLY_OF: dict[type[Message], type[Message]] = {
+    Hello: Welcome,
+    Register: Registered,
+    Lookup: Found,
+    Retrieve: Retrieved,
+    Store: Stored,
+    Cancel: Cancelled,
+    EndLease: Done,
+    EndRequest: Done,
+    Ping: Pong,
+    GetStats: Stats,
+    Clear: Cleared,
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class MalformedError(Exception):
+    """Bytes that are no message. The connection they came on cannot be used any more."""
+
+
+def preface() -> bytes:
+    """The first bytes of a connection."""
+    return _PREFACE.pack(MAGIC, VERSION)
+
+
+def preface_version(data: bytes) -> int:
+    """The protocol version in a preface; raises `MalformedError` when it is none."""
+    if len(data) != PREFACE_BYTES or not data.startswith(MAGIC):
+        raise MalformedError("these are not the first bytes of a Lamina connection")
+    version: int = _PREFACE.unpack(data)[1]
+    return version
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises `MalformedError` when the message is larger than a frame may be."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise MalformedError(f"a message of {len(body)} bytes; {MAX_FRAME_BYTES} are allowed")
+    return _FRAME.pack(len(body)) + body
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """Raises `MalformedError` for anything that is not a request; never anything else."""
+    return _decode(_request_decoder, body)
+
+
+def decode_reply(body: bytes | memoryview) -> Reply:
+    """Raises `MalformedError` for anything that is not a reply; never anything else."""
+    return _decode(_reply_decoder, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], body: bytes | memoryview) -> _Message:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LaminaError) as error:
+        raise MalformedError(str(error)) from error
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the bodies now complete. Raises `MalformedError` on a giant frame."""
+        self._data += data
+        bodies = []
+        start = 0
+        while len(self._data) - start >= FRAME_HEADER_BYTES:
+            (length,) = _FRAME.unpack_from(self._data, start)
+            if length > MAX_FRAME_BYTES:
+                raise MalformedError(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
+            end = start + FRAME_HEADER_BYTES + length
+            if len(self._data) < end:
+                break
+            bodies.append(bytes(self._data[start + FRAME_HEADER_BYTES : end]))
+            start = end
+        del self._data[:start]
+        return bodies
+
+
+def pack_block_ids(ids: BlockIds) -> bytes:
+    """Block ids as they travel: little-endian int32."""
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def unpack_block_ids(packed: bytes) -> BlockIds:
+    """The inverse; raises `MalformedError` for a length that is no multiple of four."""
+    if len(packed) % 4:
+        raise MalformedError(f"block ids in {len(packed)} bytes, not a multiple of 4")
+    return np.frombuffer(packed, "<i4").astype(np.int32, copy=False)

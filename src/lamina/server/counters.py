@@ -1,0 +1,34 @@
+"""What the server counts. Plain integers on the event loop; read by `Stats` and the metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(slots=True)
+class Counters:
+    """All only grow."""
+
+    lookups: int = 0
+    lookup_chunks: int = 0
+    hit_chunks: int = 0
+    leases_expired: int = 0
+    retrieves: int = 0
+    retrieves_failed: int = 0
+    retrieved_bytes: int = 0
+    retrieve_us: int = 0
+    first_slice_us: int = 0
+    stores: int = 0
+    stores_failed: int = 0
+    stored_chunks: int = 0
+    present_chunks: int = 0
+    dropped_chunks: int = 0
+    stored_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Typed errors sent, by code."""
+
+    def totals(self) -> dict[str, int]:
+        """Every plain count by name."""
+        names = (f.name for f in fields(self) if f.name != "refused")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,91 @@
+"""Leases: a looked-up run stays pinned until its retrieve ends, its request ends, its owner dies,
+or its time is up. Used by the server's event loop only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from lamina.errors import ErrorCode, RequestRefusedError
+from lamina.server.index import Chunk, Index
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """`chunks` are pinned for `request` of `engine`; `owner` is the session that looked them up."""
+
+    number: int
+    engine: str
+    owner: Hashable
+    request: str
+    chunks: tuple[Chunk, ...]
+    ends_at_s: float
+
+
+class LeaseTable:
+    """All leases. `clock` gives seconds and never goes back."""
+
+    def __init__(self, index: Index, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # in the order in which they run out
+        self._of_request: dict[tuple[str, str], int] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, engine: str, owner: Hashable, request: str, chunks: list[Chunk]) -> Lease:
+        """Pin `chunks`; ends the lease that the same request had before."""
+        self._index.pin(chunks)
+        self.end_request(engine, request)
+        self._number += 1
+        ends_at_s = self._clock() + self._ttl_s
+        lease = Lease(self._number, engine, owner, request, tuple(chunks), ends_at_s)
+        self._leases[lease.number] = lease
+        self._of_request[engine, request] = lease.number
+        return lease
+
+    def get(self, engine: str, number: int) -> Lease:
+        """The lease, if it is this engine's; raises `RequestRefusedError` otherwise."""
+        lease = self._leases.get(number)
+        if lease is None or lease.engine != engine:
+            raise RequestRefusedError(
+                ErrorCode.UNKNOWN_LEASE,
+                f"there is no lease {number}",
+                "It ended or ran out: look the prompt up again, or recompute",
+            )
+        return lease
+
+    def end(self, engine: str, number: int) -> None:
+        """End a lease if it is there and this engine's."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.engine == engine:
+            self._drop(lease)
+
+    def end_request(self, engine: str, request: str) -> None:
+        if (number := self._of_request.get((engine, request))) is not None:
+            self._drop(self._leases[number])
+
+    def end_owner(self, owner: Hashable) -> None:
+        for lease in [lease for lease in self._leases.values() if lease.owner is owner]:
+            self._drop(lease)
+
+    def expire(self) -> int:
+        """End the leases whose time is up; return how many."""
+        expired = 0
+        now = self._clock()
+        while self._leases:
+            lease = next(iter(self._leases.values()))
+            if lease.ends_at_s > now:
+                break
+            self._drop(lease)
+            expired += 1
+        return expired
+
+    def _drop(self, lease: Lease) -> None:
+        del self._leases[lease.number]
+        del self._of_request[lease.engine, lease.request]
+        self._index.unpin(lease.chunks)

@@ -1,0 +1,159 @@
+"""Who may connect: the socket, its directory and lock, and the greeting of a fresh connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from lamina import protocol
+from lamina.board import Board
+from lamina.errors import BoardError, ErrorCode, LaminaError, RequestRefusedError, SettingsError
+from lamina.linux import Peer, peer_of
+from lamina.server.sessions import Session
+
+log = logging.getLogger(__name__)
+
+GREETING_TIMEOUT_S = 5.0
+"""How long a fresh connection may take to send its preface."""
+
+Welcome = Callable[[Session, socket.socket], Awaitable[None]]
+
+
+class Listener:
+    """The server's socket, in a 0700 directory, held by a lock for as long as the server lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _private_directory(path.parent)
+        self._lock = _hold_lock(path)
+        path.unlink(missing_ok=True)  # a dead server's: we hold its lock
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(os.fspath(path))
+        finally:
+            os.umask(before)
+        self._socket.listen(128)
+        self._socket.setblocking(False)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    async def serve(self, welcome: Welcome) -> None:
+        """Greet whoever connects, for ever; `welcome` gets those that may."""
+        loop = asyncio.get_running_loop()
+        greetings: set[asyncio.Task[None]] = set()
+        while True:
+            sock, _ = await loop.sock_accept(self._socket)
+            task = asyncio.create_task(_greet(sock, welcome))
+            greetings.add(task)
+            task.add_done_callback(greetings.discard)
+
+
+async def _greet(sock: socket.socket, welcome: Welcome) -> None:
+    """Check who connects before anything of theirs is read by the event loop's transport."""
+    fds: list[int] = []
+    peer: Peer | None = None
+    try:
+        peer = peer_of(sock)
+        await asyncio.wait_for(_readable(sock), GREETING_TIMEOUT_S)
+        data, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        board = _checked_board(peer, data, fds)
+    except (OSError, TimeoutError, asyncio.TimeoutError, LaminaError) as error:
+        for fd in fds:
+            os.close(fd)
+        _turn_away(sock, error)
+        if peer is not None:
+            peer.close()
+        return
+    await welcome(Session(peer, board), sock)
+
+
+def _checked_board(peer: Peer, data: bytes, fds: list[int]) -> Board:
+    if peer.uid != os.geteuid():
+        raise RequestRefusedError(
+            ErrorCode.FORBIDDEN,
+            f"user {peer.uid} may not use a server of user {os.geteuid()}",
+            "Run the engine and the server as the same user",
+        )
+    try:
+        version = protocol.preface_version(data)
+    except protocol.MalformedError as error:
+        raise RequestRefusedError(
+            ErrorCode.MALFORMED, str(error), "Connect with a Lamina client"
+        ) from error
+    if version != protocol.VERSION:
+        raise RequestRefusedError(
+            ErrorCode.VERSION,
+            f"the engine speaks protocol {version}, the server {protocol.VERSION}",
+            "Install the same Lamina version on both sides",
+        )
+    if len(fds) != 1:
+        raise BoardError(f"{len(fds)} boards came with the preface", "Send one")
+    return Board.attach(fds[0])
+
+
+def _turn_away(sock: socket.socket, error: Exception) -> None:
+    if isinstance(error, LaminaError):
+        code = error.code if isinstance(error, RequestRefusedError) else ErrorCode.BAD_BOARD
+        reply = protocol.ErrorReply(0, code, error.cause, error.remedy)
+        with contextlib.suppress(OSError):
+            sock.send(protocol.encode(reply))
+        log.warning("turned a connection away: %s", error)
+    sock.close()
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _wake, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _private_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = directory.stat()
+    except OSError as error:
+        raise SettingsError(
+            f"the runtime directory {directory} cannot be used: {error.strerror}",
+            "Choose another --socket",
+        ) from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise SettingsError(
+            f"the runtime directory {directory} is not private to this user",
+            f"chmod 700 {directory}, or choose a --socket in a directory of its own",
+        )
+
+
+def _hold_lock(path: Path) -> int:
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 32).decode(errors="replace").strip()
+        os.close(lock)
+        raise SettingsError(
+            f"another server (pid {pid or 'unknown'}) already serves {path}",
+            "Stop it, or choose another --socket",
+        ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock

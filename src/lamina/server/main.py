@@ -1,0 +1,192 @@
+"""The server process: puts the parts together, serves, and stops without losing a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from lamina import __version__
+from lamina.board import TransferStatus
+from lamina.devices.base import ServerDevice
+from lamina.devices.host import NAME as HOST
+from lamina.devices.host import HostServerDevice
+from lamina.errors import ErrorCode, SettingsError
+from lamina.server.arena import Arena, ArenaFiller
+from lamina.server.counters import Counters
+from lamina.server.index import Index
+from lamina.server.lane import Lanes
+from lamina.server.leases import LeaseTable
+from lamina.server.listener import Listener
+from lamina.server.rpc import Connection, handlers_of
+from lamina.server.service import Service
+from lamina.server.sessions import Session, Sessions
+from lamina.server.status import StatusServer, status_app
+from lamina.settings import ServerSettings, parse_address
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+"""How long transfers in flight may take to end before they are cut short at a stop."""
+
+
+class Server:
+    """One cache server. Everything but the lanes and the filler runs on its event loop.
+
+    Making one binds the socket; raises `SettingsError` when it cannot. `devices` by name; the host
+    device by default. `clock` in seconds is what leases run out by.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        devices: Mapping[str, ServerDevice] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.counters = Counters()
+        self.arena = Arena(settings.arena_bytes)
+        self.index = Index(self.arena)
+        self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock)
+        self.lanes = Lanes(devices or {HOST: HostServerDevice(settings.host_link_gbps)})
+        self.sessions = Sessions()
+        service = Service(
+            self.index,
+            self.leases,
+            self.lanes,
+            self.counters,
+            settings.chunk_tokens,
+            self.arena.capacity_bytes,
+            self.gauges,
+        )
+        self._handlers = handlers_of(service)
+        self._listener = Listener(settings.socket)
+        self._transports: dict[Session, asyncio.BaseTransport] = {}
+        self._stop: asyncio.Event | None = None
+        self.http_address: tuple[str, int] | None = None
+
+    def gauges(self) -> dict[str, float]:
+        """Current values, by name."""
+        return {
+            "sessions": len(self.sessions),
+            "chunks": len(self.index),
+            "pins": self.index.pins,
+            "leases": len(self.leases),
+            "evicted_chunks": self.index.evicted,
+            "queued_transfers": self.lanes.queued,
+            "arena_capacity_bytes": self.arena.capacity_bytes,
+            "arena_ready_bytes": self.arena.ready_bytes,
+            "arena_free_bytes": self.arena.free_bytes,
+        }
+
+    async def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop` or a SIGTERM or SIGINT; `ready` is called once connections are taken.
+
+        Raises `SettingsError` when the HTTP port cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop.set)
+        filler = ArenaFiller(
+            self.arena, lambda nbytes: _call_on(loop, partial(self.arena.extend, nbytes))
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(filler.stop)
+            tasks = [
+                asyncio.create_task(self._listener.serve(self._welcome)),
+                asyncio.create_task(self.sessions.beat()),
+                asyncio.create_task(self._expire_leases()),
+            ]
+            stack.push_async_callback(_end_tasks, tasks)
+            stack.callback(self._listener.close)
+            if self.settings.http is not None:
+                await self._serve_http(self.settings.http, stack)
+            log.info("lamina %s serves %s", __version__, self.settings.socket)
+            ready()
+            await self._stop.wait()
+            log.info("stopping")
+            await self._drain()
+        self.lanes.stop()
+
+    def stop(self) -> None:
+        """Stop serving. On the event loop, or through its `call_soon_threadsafe`."""
+        assert self._stop is not None, "the server does not run"
+        self._stop.set()
+
+    def _is_stopping(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+    async def _welcome(self, session: Session, sock: socket.socket) -> None:
+        self.sessions.add(session)
+        connection = Connection(
+            session, self._handlers, self._is_stopping, self._count_refusal, self._lost
+        )
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: connection, sock
+        )
+        self._transports[session] = transport
+
+    def _lost(self, session: Session) -> None:
+        self.sessions.remove(session)
+        self._transports.pop(session, None)
+        self.leases.end_owner(session)
+        session.end()
+        log.info("%s left", session)
+
+    def _count_refusal(self, code: ErrorCode) -> None:
+        self.counters.refused[code.value] += 1
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self.settings.lease_ttl_s / 4))
+            self.counters.leases_expired += self.leases.expire()
+
+    async def _serve_http(self, address: str, stack: contextlib.AsyncExitStack) -> None:
+        host, port = parse_address(address)
+        try:
+            listening = socket.create_server((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"{address} cannot be served: {error.strerror}", "Choose another --http"
+            ) from error
+        self.http_address = listening.getsockname()[:2]
+        http = StatusServer(status_app(self.counters, self.gauges), host, port)
+        task = asyncio.create_task(http.serve([listening]))
+
+        async def end() -> None:
+            http.should_exit = True
+            await task
+
+        stack.push_async_callback(end)
+
+    async def _drain(self) -> None:
+        """Let transfers in flight end, so that each gets its reply; then close every connection."""
+        deadline = time.monotonic() + STOP_GRACE_S
+        while any(session.transfers for session in self.sessions):
+            if time.monotonic() > deadline:
+                for session in self.sessions:
+                    session.cancel(lambda _: True, TransferStatus.STOPPED)
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # the last replies are written by tasks that are ready now
+        for transport in list(self._transports.values()):
+            transport.close()
+        while self._transports:
+            await asyncio.sleep(0.005)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody needs it any more
+        loop.call_soon_threadsafe(call)
+
+
+async def _end_tasks(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

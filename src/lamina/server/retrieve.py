@@ -1,0 +1,79 @@
+"""A retrieve: leased chunks into a worker's pages, one slice of layers after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from lamina.board import Board, TransferStatus
+from lamina.copies import CopyPlan, batches
+from lamina.devices.base import CopyStream, EngineMemory
+from lamina.errors import DeviceError
+from lamina.geometry import Slice
+from lamina.server.lane import Transfer
+
+
+class Landed(NamedTuple):
+    """How a retrieve ended; times from its receipt."""
+
+    status: TransferStatus
+    nbytes: int
+    first_slice_us: int
+    total_us: int
+    error: DeviceError | None
+
+
+class RetrieveTransfer(Transfer):
+    """Copies slice `i` and then announces `base + i + 1` on the slot.
+
+    A retrieve that fails or is cancelled gets its status and then its final count, so that no
+    wait of the engine outlives it. `ended` is called on the lane's thread.
+    """
+
+    def __init__(
+        self,
+        memory: EngineMemory,
+        board: Board,
+        ticket: int | None,
+        plan: CopyPlan,
+        slices: tuple[Slice, ...],
+        slot: int,
+        base: int,
+        ended: Callable[[Landed], None],
+    ) -> None:
+        super().__init__(memory, board, ticket)
+        self._plan = plan
+        self._slices = slices
+        self._slot = slot
+        self._base = base
+        self._ended = ended
+        self._started_s = time.perf_counter()
+        self._nbytes = 0
+        self._announced = 0
+        self._first_slice_us = 0
+
+    def run(self, stream: CopyStream) -> Iterator[None]:
+        for part in self._slices:
+            for batch in batches(self._plan.copies(part.first_layer, part.end_layer)):
+                if self.cancelled_as:
+                    return
+                stream.copy(self.memory, batch)
+                self._nbytes += batch.nbytes
+                yield
+            stream.announce(self.board, self._slot, self._base + part.number + 1)
+            self._announced += 1
+            self._first_slice_us = self._first_slice_us or _us_since(self._started_s)
+
+    def end(self, error: DeviceError | None) -> None:
+        status = TransferStatus.OK
+        if self._announced < len(self._slices):
+            status = self.cancelled_as or TransferStatus.COPY_FAILED
+        if status:
+            self.board.fail(self._slot, status, self._base + len(self._slices))
+        total_us = _us_since(self._started_s)
+        self._ended(Landed(status, self._nbytes, self._first_slice_us, total_us, error))
+
+
+def _us_since(reading_s: float) -> int:
+    return int((time.perf_counter() - reading_s) * 1e6)

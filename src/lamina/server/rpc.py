@@ -1,0 +1,141 @@
+"""The wire's server end after the greeting: frames in, replies out, no request unanswered."""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import logging
+import re
+import typing
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lamina import protocol
+from lamina.errors import ErrorCode, LaminaError, RequestRefusedError, SettingsError
+from lamina.server.sessions import Session
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Session, Any], "protocol.Reply | Awaitable[protocol.Reply]"]
+
+
+_REFUSED_WHEN_STOPPING = (protocol.Register, protocol.Lookup, protocol.Retrieve, protocol.Store)
+
+
+def handlers_of(service: object) -> dict[type[protocol.Message], Handler]:
+    """The method of `service` for every request, named after it (`EndLease` → `end_lease`).
+
+    Raises `SettingsError` naming every request that lacks a method, every public method that no
+    request has, and every method with the wrong types: the server then refuses to start.
+    """
+    wanted = {_method_name(request): request for request in protocol.REPLY_OF}
+    methods = {n for n in dir(service) if not n.startswith("_") and callable(getattr(service, n))}
+    faults = [f"no handler for {wanted[name].__name__}" for name in wanted.keys() - methods]
+    faults += [f"handler {name!r} handles no request" for name in methods - wanted.keys()]
+    handlers = {}
+    for name in wanted.keys() & methods:
+        request = wanted[name]
+        handlers[request] = getattr(service, name)
+        hints = typing.get_type_hints(getattr(service, name))
+        reply = hints.pop("return", None)
+        if typing.get_origin(reply) is collections.abc.Awaitable:  # answered later
+            (reply,) = typing.get_args(reply)
+        if list(hints.values()) != [Session, request] or reply is not protocol.REPLY_OF[request]:
+            faults.append(
+                f"handler {name!r} is not ({Session.__name__}, {request.__name__}) -> "
+                f"{protocol.REPLY_OF[request].__name__}"
+            )
+    if faults:
+        raise SettingsError(
+            "the server's handlers and the protocol differ: " + "; ".join(sorted(faults)),
+            "Change both together",
+        )
+    return handlers
+
+
+def _method_name(request: type[protocol.Message]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", request.__name__).lower()
+
+
+class Connection(asyncio.Protocol):
+    """One client after its greeting. Every request gets its reply or a typed error."""
+
+    def __init__(
+        self,
+        session: Session,
+        handlers: dict[type[protocol.Message], Handler],
+        is_stopping: Callable[[], bool],
+        refused: Callable[[ErrorCode], None],
+        lost: Callable[[Session], None],
+    ) -> None:
+        self._session = session
+        self._handlers = handlers
+        self._is_stopping = is_stopping
+        self._refused = refused
+        self._lost = lost
+        self._frames = protocol.FrameBuffer()
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        asyncio.get_running_loop().add_reader(self._session.peer.pidfd, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        asyncio.get_running_loop().remove_reader(self._session.peer.pidfd)
+        self._lost(self._session)
+
+    def pause_writing(self) -> None:
+        self._transport.pause_reading()  # it does not read its replies: take no more requests
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._dispatch(protocol.decode_request(body))
+        except protocol.MalformedError as error:
+            self._fail(0, ErrorCode.MALFORMED, str(error), "The connection is closed; reconnect")
+            self._transport.close()
+
+    def _dispatch(self, request: protocol.Request) -> None:
+        if self._is_stopping() and isinstance(request, _REFUSED_WHEN_STOPPING):
+            self._fail(request.id, ErrorCode.STOPPING, "the server stops", "Go on without it")
+            return
+        try:
+            result = self._handlers[type(request)](self._session, request)
+        except Exception as error:
+            self._explain(request.id, error)
+            return
+        if isinstance(result, protocol.Message):
+            self._reply(result)
+        else:
+            task = asyncio.ensure_future(self._answer_later(request.id, result))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, number: int, result: Awaitable[protocol.Reply]) -> None:
+        try:
+            self._reply(await result)
+        except Exception as error:
+            self._explain(number, error)
+
+    def _explain(self, number: int, error: Exception) -> None:
+        if isinstance(error, RequestRefusedError):
+            self._fail(number, error.code, error.cause, error.remedy)
+        elif isinstance(error, LaminaError):
+            self._fail(number, ErrorCode.BAD_REQUEST, error.cause, error.remedy)
+        elif isinstance(error, protocol.MalformedError):
+            self._fail(number, ErrorCode.BAD_REQUEST, str(error), "Send what the protocol asks for")
+        else:
+            log.error("a request of %s failed", self._session, exc_info=error)
+            self._fail(number, ErrorCode.INTERNAL, "the server failed", "Look at the server's log")
+
+    def _fail(self, number: int, code: ErrorCode, cause: str, remedy: str) -> None:
+        self._refused(code)
+        self._reply(protocol.ErrorReply(number, code, cause, remedy))
+
+    def _reply(self, reply: protocol.Message) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(protocol.encode(reply))

@@ -1,0 +1,142 @@
+"""Sessions: one per connection, with what the server holds for the process at its other end.
+
+A session ends when its socket closes or its process dies, whichever is seen first. Its leases end
+at once; its transfers are cancelled; its memory, board and pidfd are given back when the last
+transfer has ended, because a lane may be using them until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lamina.board import Board, TransferStatus
+from lamina.devices.base import EngineMemory
+from lamina.errors import ErrorCode, RequestRefusedError
+from lamina.geometry import Geometry, PageMap
+from lamina.linux import Peer
+from lamina.server.lane import Lane, Transfer
+
+HEARTBEAT_EVERY_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a connection registered: its KV memory and the lanes of its device."""
+
+    geometry: Geometry
+    page_map: PageMap
+    memory: EngineMemory
+    loads: Lane
+    stores: Lane
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A transfer that has not ended; `request` for a retrieve, `slot` likewise."""
+
+    transfer: Transfer
+    request: str | None
+    slot: int | None
+    ended: asyncio.Future[None]
+
+
+class Session:
+    """One connection. Used by the server's event loop only."""
+
+    def __init__(self, peer: Peer, board: Board) -> None:
+        self.peer = peer
+        self.board = board
+        self.engine = ""
+        self.label = ""
+        self.worker: Worker | None = None
+        self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
+        self._is_over = False
+
+    def __str__(self) -> str:
+        return f"{self.label or 'engine'} (pid {self.peer.pid})"
+
+    def need_hello(self) -> str:
+        """The engine's name; raises `RequestRefusedError` before Hello."""
+        if not self.engine:
+            raise RequestRefusedError(
+                ErrorCode.BAD_REQUEST, "the connection has not said hello", "Send Hello first"
+            )
+        return self.engine
+
+    def need_worker(self) -> Worker:
+        """What the connection registered; raises `RequestRefusedError` before Register."""
+        if self.worker is None:
+            raise RequestRefusedError(
+                ErrorCode.NOT_REGISTERED,
+                "the connection has registered no KV memory",
+                "Send Register first",
+            )
+        return self.worker
+
+    def begin(
+        self, number: int, transfer: Transfer, request: str | None = None, slot: int | None = None
+    ) -> None:
+        """Note a transfer before its lane gets it."""
+        ended = asyncio.get_running_loop().create_future()
+        self.transfers[number] = InFlight(transfer, request, slot, ended)
+
+    def finish(self, number: int) -> None:
+        """Its lane has ended it."""
+        self.transfers.pop(number).ended.set_result(None)
+        self._close_if_over()
+
+    def cancel(
+        self,
+        wanted: Callable[[InFlight], bool],
+        status: TransferStatus = TransferStatus.CANCELLED,
+    ) -> None:
+        """Ask the lanes to stop the transfers that `wanted` picks."""
+        for in_flight in self.transfers.values():
+            if wanted(in_flight):
+                in_flight.transfer.cancel(status)
+
+    def end(self) -> None:
+        """The connection is gone."""
+        self._is_over = True
+        self.cancel(lambda _: True, TransferStatus.STOPPED)
+        self._close_if_over()
+
+    def _close_if_over(self) -> None:
+        if not self._is_over or self.transfers:
+            return
+        self._is_over = False  # close once
+        if self.worker is not None:
+            self.worker.memory.close()
+        self.board.close()
+        self.peer.close()
+
+
+class Sessions:
+    """All live sessions, and the pulse that tells their engines that the server lives."""
+
+    def __init__(self) -> None:
+        self._live: set[Session] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._live))
+
+    def add(self, session: Session) -> None:
+        session.board.heartbeat_ns = time.monotonic_ns()
+        self._live.add(session)
+
+    def remove(self, session: Session) -> None:
+        self._live.discard(session)
+
+    async def beat(self, every_s: float = HEARTBEAT_EVERY_S) -> None:
+        """Write the server's clock on every board, for ever."""
+        while True:
+            now_ns = time.monotonic_ns()
+            for session in self._live:
+                session.board.heartbeat_ns = now_ns
+            await asyncio.sleep(every_s)

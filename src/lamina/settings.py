@@ -1,0 +1,167 @@
+"""Every user setting, validated once, with the reason when one is refused."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lamina.errors import SettingsError
+
+WHOLE = 0
+"""`layerwise_overlap` of a whole transfer: one slice of all layers."""
+
+DEFAULT_CHUNK_TOKENS = 256
+MAX_SOCKET_PATH_BYTES = 107
+"""`sockaddr_un` holds 108 bytes with the closing zero (unix(7))."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def default_socket() -> Path:
+    """`$XDG_RUNTIME_DIR/lamina/lamina.sock`, or the like under /tmp for this user."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) / "lamina" if runtime else Path(f"/tmp/lamina-{os.getuid()}")
+    return directory / "lamina.sock"
+
+
+def parse_bytes(text: str) -> int:
+    """`"8GiB"` → 8589934592. Raises `SettingsError`."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise SettingsError(
+            f"{text!r} is not a size", "Use a number with a unit, such as 512MiB or 8GiB"
+        )
+    return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+
+
+def parse_overlap(value: object) -> int:
+    """The `layerwise_overlap` setting as layers a slice, `WHOLE` for whole transfers.
+
+    Accepts a bool, an int or a decimal string; anything else raises `SettingsError`.
+    """
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text in ("true", "false"):
+        text = text == "true"
+    if isinstance(text, str) and text.isdecimal():
+        text = int(text)
+    if isinstance(text, int) and text >= 0:
+        return int(text)  # True is one layer a slice, False is WHOLE
+    if text == "auto":
+        raise SettingsError(
+            "layerwise_overlap 'auto' is not built yet", "Use true, false or a number of layers"
+        )
+    raise SettingsError(
+        f"layerwise_overlap {value!r} is not understood",
+        "Use true (one layer a slice), a number of layers, or false for whole transfers",
+    )
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can set. Times in milliseconds."""
+
+    socket: Path = msgspec.field(default_factory=default_socket)
+    layerwise_overlap: int = 1
+    """Layers a slice; `WHOLE` moves all at once."""
+    release_after_slices: int = 1
+    """How many slices must have landed before a request is released to compute."""
+    chunk_tokens: int | None = None
+    """Refuse a server with another chunk size; None takes the server's."""
+    connect_timeout_ms: int = 5_000
+    lookup_timeout_ms: int = 100
+    """A lookup that takes longer counts as a miss."""
+    retrieve_timeout_ms: int = 10_000
+    """A retrieve that takes longer counts as failed; its pages stay pinned until acknowledged."""
+    suspect_after_ms: int = 50
+    """A server whose heartbeat is older gets no new lookups; raise it on a busy small host."""
+    reconnect_every_ms: int = 500
+
+    def __post_init__(self) -> None:
+        check_socket_path(self.socket)
+        for name in ("connect", "lookup", "retrieve"):
+            _at_least(f"{name}_timeout_ms", getattr(self, f"{name}_timeout_ms"), 1)
+        _at_least("suspect_after_ms", self.suspect_after_ms, 1)
+        _at_least("reconnect_every_ms", self.reconnect_every_ms, 1)
+        _at_least("layerwise_overlap", self.layerwise_overlap, 0)
+        _at_least("release_after_slices", self.release_after_slices, 0)
+        if self.chunk_tokens is not None:
+            _at_least("chunk_tokens", self.chunk_tokens, 1)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], prefix: str = "lamina.") -> ClientSettings:
+        """Read the `lamina.*` entries of an engine's own configuration; refuse unknown ones."""
+        known = {field: prefix + field for field in cls.__struct_fields__}
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            if not key.startswith(prefix):
+                continue
+            name = key[len(prefix) :]
+            if name not in known:
+                close = difflib.get_close_matches(key, known.values(), n=1)
+                hint = (
+                    f"Did you mean {close[0]}?" if close else "Known: " + ", ".join(known.values())
+                )
+                raise SettingsError(f"there is no setting {key!r}", hint)
+            found[name] = parse_overlap(value) if name == "layerwise_overlap" else value
+        try:
+            return msgspec.convert(found, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"a setting is malformed: {error}", "Correct its type") from error
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `lamina serve` can set."""
+
+    socket: Path = msgspec.field(default_factory=default_socket)
+    arena_bytes: int = 4 * 2**30
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    lease_ttl_s: float = 60.0
+    """A lease that is not used for this long ends."""
+    host_link_gbps: float | None = None
+    """Throttle copies of the host device to this many GB/s in each direction; None: no limit."""
+    http: str | None = None
+    """`host:port` for metrics and status; None: no HTTP. Port 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        check_socket_path(self.socket)
+        _at_least("chunk_tokens", self.chunk_tokens, 1)
+        _at_least("arena_bytes", self.arena_bytes, 4096)
+        _above("lease_ttl_s", self.lease_ttl_s)
+        if self.host_link_gbps is not None:
+            _above("host_link_gbps", self.host_link_gbps)
+        if self.http is not None:
+            parse_address(self.http)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`"127.0.0.1:9090"` → host and port. Raises `SettingsError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise SettingsError(f"{text!r} is not host:port", "Use for example 127.0.0.1:9090")
+    return host, int(port)
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise `SettingsError` for a path that no Unix socket can have."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise SettingsError(
+            f"the socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes",
+            "Choose a shorter path, for example under /run or /tmp",
+        )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise SettingsError(f"{name} is {value}", f"Use at least {least}")
+
+
+def _above(name: str, value: float) -> None:
+    if not value > 0:
+        raise SettingsError(f"{name} is {value}", "Use a positive number")
