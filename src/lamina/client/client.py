@@ -95,6 +95,26 @@ class Client:
                     "Look at its log; it may be stopped or overloaded",
                 )
 
+    def ask(self, request: type[protocol.Message]) -> protocol.Reply:
+        """Send a request without fields and wait for its reply, as a command line does.
+
+        Raises `RequestRefusedError` or `ServerUnavailableError`.
+        """
+        assert self._link is not None, "connect first"
+        replies: list[protocol.Reply | None] = []
+        self._link.connection.call(request, replies.append)
+        until_s = time.monotonic() + self.settings.connect_timeout_ms / 1000
+        while not replies and (left_s := until_s - time.monotonic()) > 0:
+            self._link.connection.wait(left_s)
+        reply = replies[0] if replies else None
+        if isinstance(reply, protocol.ErrorReply):
+            raise RequestRefusedError(reply.code, reply.cause, reply.remedy)
+        if reply is None:
+            raise ServerUnavailableError(
+                f"the server at {self.settings.socket} gave no answer", "Look at its log"
+            )
+        return reply
+
     @property
     def is_usable(self) -> bool:
         """Whether a lookup makes sense: the server took us and its heart beats."""

@@ -1,0 +1,190 @@
+"""The `lamina` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import Progress
+from rich.table import Table
+
+from lamina import __version__, protocol
+from lamina.client import Client
+from lamina.devices.host import HostWorkerDevice
+from lamina.errors import LaminaError, SettingsError
+from lamina.settings import (
+    DEFAULT_CHUNK_TOKENS,
+    ClientSettings,
+    ServerSettings,
+    default_socket,
+    parse_bytes,
+)
+
+app = typer.Typer(
+    help="A KV-cache server that gives an engine its KV back layer by layer.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_DEFAULT_SOCKET = default_socket()
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+SocketOption = Annotated[
+    Path, typer.Option(help="The server's Unix socket, in a directory of its own.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    socket: SocketOption = _DEFAULT_SOCKET,
+    arena: Annotated[str, typer.Option(help="Host memory for chunks, e.g. 64GiB.")] = "4GiB",
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens of a chunk; the engines' must agree.")
+    ] = DEFAULT_CHUNK_TOKENS,
+    lease_ttl_s: Annotated[
+        float, typer.Option(help="Seconds after which an unused lease ends.")
+    ] = 60.0,
+    host_link_gbps: Annotated[
+        float | None, typer.Option(help="Throttle host copies to this many GB/s (demo, tests).")
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option(help="host:port for /metrics, /status and /healthz; default: off.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve the engines of this host until SIGTERM or Ctrl-C."""
+    from lamina.server.main import Server
+
+    _log_to_stderr(log_level)
+    settings = ServerSettings(
+        socket=socket,
+        arena_bytes=parse_bytes(arena),
+        chunk_tokens=chunk_tokens,
+        lease_ttl_s=lease_ttl_s,
+        host_link_gbps=host_link_gbps,
+        http=http,
+    )
+    asyncio.run(Server(settings).run())
+
+
+@app.command()
+def status(
+    socket: SocketOption = _DEFAULT_SOCKET,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a running server holds and has done."""
+    stats = _ask(socket, protocol.GetStats)
+    assert isinstance(stats, protocol.Stats)
+    values = stats.values
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+        return
+    table = Table(title=f"Lamina at {socket}", show_header=False)
+    for name, value in values.items():
+        shown = f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") else f"{value:,g}"
+        table.add_row(name.replace("_bytes", "").replace("_", " "), shown)
+    Console().print(table)
+
+
+@app.command()
+def clear(socket: SocketOption = _DEFAULT_SOCKET) -> None:
+    """Forget every chunk that is not in use."""
+    cleared = _ask(socket, protocol.Clear)
+    assert isinstance(cleared, protocol.Cleared)
+    typer.echo(f"forgot {cleared.chunks} chunks")
+
+
+@app.command()
+def demo(
+    documents: Annotated[int, typer.Option(min=1, help="Documents in the cache.")] = 3,
+    hit_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a document.")] = 1024,
+    tail_tokens: Annotated[int, typer.Option(min=1, help="Fresh tokens after it.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 16,
+    layers_per_slice: Annotated[int, typer.Option(min=1, help="Width of a slice.")] = 1,
+    timeline: Annotated[Path | None, typer.Option(help="Where to put the picture.")] = Path(
+        "demo-timeline.png"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Serve a small model with a cache on a throttled link, and compare four ways to load a hit.
+
+    Exits with 1 when any arm's logits differ from recomputing.
+    """
+    from lamina.demo.messages import DemoSpec
+    from lamina.demo.run import run_demo
+    from lamina.demo.show import draw_timeline, table_of
+
+    spec = DemoSpec(
+        documents=documents,
+        hit_tokens=hit_tokens,
+        tail_tokens=tail_tokens,
+        layers=layers,
+        layers_per_slice=layers_per_slice,
+    )
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        result = run_demo(
+            spec,
+            lambda what, done, total: bar.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+    if timeline is not None:
+        draw_timeline(result.timeline, timeline)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        Console().print(table_of(result))
+        if timeline is not None:
+            Console().print(f"Each layer's arrival against its computation: {timeline}")
+    if not all(arm.bit_identical for arm in result.arms):
+        raise typer.Exit(1)
+
+
+def _ask(socket: Path, request: type[protocol.Message]) -> protocol.Reply:
+    """Send one request without fields and return its reply."""
+    client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "lamina command line")
+    try:
+        client.connect()
+        return client.ask(request)
+    finally:
+        client.close()
+
+
+def _log_to_stderr(level: str) -> None:
+    if level.upper() not in _LOG_LEVELS:
+        raise SettingsError(f"there is no log level {level!r}", f"Use {', '.join(_LOG_LEVELS)}")
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
+    )
+
+
+def main() -> None:
+    """Run the command; an error that Lamina raises on purpose is one line, not a trace."""
+    try:
+        app()
+    except LaminaError as error:
+        Console(stderr=True).print(f"[red]lamina:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Engines that use Lamina, one package each. Only `engines/X` imports engine X."""

@@ -1,0 +1,153 @@
+"""All that the reference engine does with Lamina: a template for other engines.
+
+    begin   look a request's prompt up            hit       tokens the server holds, once known
+    load    retrieve them into the blocks         gates     what a step must wait for
+    save    store full chunks that were computed  reap      give back blocks of ended transfers
+    end     the request is over
+
+A block that a retrieve may write or a store may read is held here as well as by its request, until
+the transfer is over: whatever becomes of the request, nobody else gets the block before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lamina.client import Client, Gate, ReleaseQuery, Retrieve, Store
+from lamina.engines.reference.blocks import BlockPool
+from lamina.engines.reference.request import Request
+from lamina.keys import KeyChain, Namespace
+
+
+class PrefixStore:
+    """The engine's cache server, seen from its scheduler. Engine's thread only."""
+
+    def __init__(
+        self, client: Client, namespace: Namespace, pool: BlockPool, block_tokens: int, layers: int
+    ) -> None:
+        self.client = client
+        self._namespace = namespace
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._layers = layers
+        self._chains: dict[Request, KeyChain] = {}
+        self._loading: list[tuple[Gate, list[int]]] = []
+        self._saving: list[tuple[Store, list[int]]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is held for a transfer."""
+        return not self._loading and not self._saving
+
+    def begin(self, request: Request) -> None:
+        """Ask the server for the request's prefix; `hit` has the answer later."""
+        chunk_tokens = self.client.chunk_tokens
+        if chunk_tokens is not None:  # there has been a server
+            keys = self._keys(request, chunk_tokens)
+            request.lookup = self.client.lookup(request.name, keys)
+
+    def hit(self, request: Request) -> int | None:
+        """How many leading tokens can be loaded; None while the answer is on its way.
+
+        Whole blocks, and never all tokens: at least one is computed, or there is nothing to sample
+        from.
+        """
+        if request.lookup is None:
+            return 0
+        result = request.lookup.result
+        if result is None:
+            return None
+        assert self.client.chunk_tokens is not None
+        request.saved_chunks = max(request.saved_chunks, result.chunks)
+        most = (len(request.tokens) - 1) // self._block_tokens * self._block_tokens
+        return min(result.chunks * self.client.chunk_tokens, most)
+
+    def load(self, request: Request, start: int, end: int) -> Gate | None:
+        """Retrieve tokens `[start, end)` of a hit into the request's blocks; None: recompute."""
+        assert request.lookup is not None
+        assert request.lookup.result is not None
+        assert request.policy is not None
+        blocks = request.blocks[start // self._block_tokens : end // self._block_tokens]
+        query = ReleaseQuery(self._layers, end - start, len(request.tokens) - end)
+        release = request.policy.decide(query)
+        retrieve = self.client.retrieve(
+            request.name,
+            request.lookup.result.lease,
+            start,
+            [np.array(blocks, np.int32)],
+            release.layers_per_slice,
+        )
+        if retrieve is None:
+            return None
+        self._pool.hold(blocks)
+        gate = Gate(retrieve, release.release_after_slices)
+        self._loading.append((gate, blocks))
+        return gate
+
+    def not_needed(self, request: Request) -> None:
+        """The hit is not used: end its lease."""
+        result = request.lookup.result if request.lookup is not None else None
+        if result is not None and result.lease:
+            self.client.end_lease(result.lease)
+        request.lookup = None
+
+    def gates(self, requests: Iterable[Request]) -> list[Gate]:
+        """The gates of every unsettled retrieve into a block that one of `requests` reads.
+
+        Not just their own: another request may share blocks that are still being loaded.
+        """
+        read = {block for request in requests for block in request.blocks}
+        return [gate for gate, blocks in self._loading if not read.isdisjoint(blocks)]
+
+    def blocks_of(self, retrieve: Retrieve) -> list[int]:
+        """The blocks that a retrieve which is not over writes."""
+        return next((blocks for gate, blocks in self._loading if gate.retrieve is retrieve), [])
+
+    def save(self, request: Request) -> None:
+        """Store the full chunks of the request that are computed and not stored yet."""
+        chunk_tokens = self.client.chunk_tokens
+        if chunk_tokens is None or not request.save:
+            return
+        full = request.computed_tokens // chunk_tokens
+        if full <= request.saved_chunks:
+            return
+        keys = self._keys(request, chunk_tokens)
+        first, request.saved_chunks = request.saved_chunks, full
+        per_chunk = chunk_tokens // self._block_tokens
+        blocks = request.blocks[first * per_chunk : full * per_chunk]
+        parent = keys[first - 1] if first else b""
+        ticket = self.client.write_ticket()
+        ids = [np.array(blocks, np.int32)]
+        store = self.client.store(parent, keys[first:full], ids, ticket)
+        if store is not None:
+            self._pool.hold(blocks)
+            self._saving.append((store, blocks))
+
+    def _keys(self, request: Request, chunk_tokens: int) -> list[bytes]:
+        if request not in self._chains:
+            self._chains[request] = KeyChain(self._namespace, chunk_tokens)
+        return self._chains[request].extend(request.tokens)
+
+    def end(self, request: Request) -> None:
+        """The request has finished, was aborted or preempted: its lease and its loads end."""
+        self.client.end_request(request.name)
+        request.lookup = request.gate = None
+        if request.is_over:
+            self._chains.pop(request, None)
+
+    def give_up(self, retrieve: Retrieve) -> None:
+        """A retrieve has failed for us; its blocks stay held until the server agrees."""
+        if not retrieve.is_over:
+            self.client.cancel(retrieve)
+
+    def reap(self) -> None:
+        """Release the blocks of transfers that are over."""
+        self.client.poll()
+        for gate, blocks in [item for item in self._loading if item[0].retrieve.is_over]:
+            self._loading.remove((gate, blocks))
+            self._pool.release(reversed(blocks))
+        for store, blocks in [item for item in self._saving if item[0].is_over]:
+            self._saving.remove((store, blocks))
+            self._pool.release(reversed(blocks))

@@ -1,0 +1,200 @@
+"""The reference engine: schedule, wait layer by layer, compute, settle, sample, store.
+
+A small but real paged engine on the CPU, for the demo and the tests. It shows the order of a step
+that every integration must keep: gates are armed for all blocks that the step reads; a step that
+consumed a gate settles it before any of its tokens is used; only then are blocks shared or stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.client import Client, StepGates
+from lamina.client.release import ReleasePolicy
+from lamina.engines.reference.blocks import BlockPool
+from lamina.engines.reference.cache import PrefixStore
+from lamina.engines.reference.config import ReferenceConfig
+from lamina.engines.reference.kv_memory import KVMemory
+from lamina.engines.reference.model import ReferenceModel, Span
+from lamina.engines.reference.request import Request, State
+from lamina.engines.reference.scheduler import Scheduler, Work
+from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.keys import Namespace
+
+LayerHook = Callable[[int], None]
+
+_IDLE_SLEEP_S = 100e-6
+
+
+class ReferenceEngine:
+    """Serves requests with a `ReferenceModel`; with a `client`, through its Lamina server.
+
+    One thread. `max_step_tokens` bounds the tokens of one step (chunked prefill). The client must
+    not be connected yet: the engine registers its KV with it.
+    """
+
+    def __init__(
+        self,
+        model: ReferenceModel,
+        num_blocks: int,
+        client: Client | None = None,
+        chunk_tokens: int = 64,
+        max_step_tokens: int = 4096,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.client = client
+        self.memory = KVMemory(config, num_blocks)
+        self.pool = BlockPool(num_blocks)
+        geometry = geometry_of(config, chunk_tokens)
+        namespace = Namespace(
+            model=repr(config),
+            weights=model.weights.fingerprint(),
+            dtype="float32",
+            geometry=geometry.digest,
+            layout="block,kv,token,head",
+            backend="reference",
+        )
+        self.store: PrefixStore | None = None
+        if client is not None:
+            regions = [
+                client.device.export(self.memory.address(layer), self.memory.nbytes(layer))
+                for layer in range(config.layers)
+            ]
+            client.register(geometry, page_map_of(self.memory, config, num_blocks), regions)
+            self.store = PrefixStore(
+                client, namespace, self.pool, config.block_tokens, config.layers
+            )
+        self.scheduler = Scheduler(
+            self.pool, self.store, namespace, config.block_tokens, max_step_tokens
+        )
+        self.before_layer: LayerHook = _no_hook
+        """Called as a layer is about to read KV, before it waits; for timelines and tests."""
+        self.after_wait: LayerHook = _no_hook
+        self.after_layer: LayerHook = _no_hook
+        self.stalled_s = 0.0
+        """Time that steps have spent waiting for slices."""
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_new_tokens: int = 1,
+        policy: ReleasePolicy | None = None,
+        save: bool = True,
+    ) -> Request:
+        """Queue a request: without a `policy` it loads nothing, without `save` stores nothing."""
+        request = Request(name, list(prompt), max_new_tokens, policy, save)
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now, whatever it is doing."""
+        if not request.is_over:
+            self.scheduler.finish(request, State.ABORTED)
+
+    def step(self) -> bool:
+        """One pass; returns whether anything was computed."""
+        if self.store is not None:
+            self.store.reap()
+        work = self.scheduler.schedule()
+        if not work:
+            return False
+        gates = self.store.gates(item.request for item in work) if self.store else []
+        step_gates = StepGates(self.client.device, gates) if self.client is not None else None
+        logits = self.model.forward(
+            [self._span(item) for item in work],
+            self.memory,
+            before_layer=lambda layer: self._wait(layer, step_gates),
+            after_layer=self.after_layer,
+        )
+        recomputed: set[Request] = set()
+        if step_gates is not None and self.store is not None:
+            self.stalled_s += step_gates.waited_s
+            for retrieve in step_gates.settle():
+                blocks = self.store.blocks_of(retrieve)
+                recomputed.update(self.scheduler.recompute(retrieve, blocks))
+        for item, row in zip(work, logits, strict=True):
+            if item.request not in recomputed:
+                self._advance(item, row)
+        return True
+
+    def run(self) -> None:
+        """Step until every request is over."""
+        while self.scheduler.requests:
+            if not self.step():
+                time.sleep(_IDLE_SLEEP_S)
+
+    def drain(self) -> None:
+        """Wait until no transfer holds a block any more."""
+        while self.store is not None and not self.store.is_idle:
+            self.store.reap()
+            time.sleep(_IDLE_SLEEP_S)
+
+    def close(self) -> None:
+        """End the client and unmap the KV; no transfer may be open."""
+        if self.client is not None:
+            self.client.close()
+        self.memory.close()
+
+    def _span(self, item: Work) -> Span:
+        request, start = item.request, item.request.computed_tokens
+        return Span(
+            request.name,
+            start,
+            np.array(request.tokens[start : start + item.tokens]),
+            np.array(request.blocks, np.int32),
+        )
+
+    def _wait(self, layer: int, step_gates: StepGates | None) -> None:
+        self.before_layer(layer)
+        if step_gates is not None:
+            step_gates.before_layer(layer)
+        self.after_wait(layer)
+
+    def _advance(self, item: Work, logits: npt.NDArray[np.float32]) -> None:
+        request = item.request
+        self.scheduler.computed(request, item.tokens)
+        if request.computed_tokens == len(request.tokens):
+            if not request.output:
+                request.first_token_s = time.perf_counter()
+                request.first_logits = logits
+            request.output.append(int(np.argmax(logits)))
+        if self.store is not None:
+            self.store.save(request)
+        if len(request.output) >= request.max_new_tokens:
+            self.scheduler.finish(request, State.FINISHED)
+
+
+def geometry_of(config: ReferenceConfig, chunk_tokens: int) -> Geometry:
+    """What the engine's KV is: one group; K and V packed in a page, or in two planes."""
+    return Geometry(
+        chunk_tokens,
+        (Group(config.block_tokens),),
+        tuple(
+            Layer(f"layers.{index}", 0, config.planes, config.page_bytes)
+            for index in range(config.layers)
+        ),
+    )
+
+
+def page_map_of(memory: KVMemory, config: ReferenceConfig, num_blocks: int) -> PageMap:
+    """Where it lies: one region a layer."""
+    return PageMap(
+        (num_blocks,),
+        tuple(
+            tuple(
+                PlanePages(layer, memory.plane_offset_bytes(plane), memory.page_stride_bytes)
+                for plane in range(config.planes)
+            )
+            for layer in range(config.layers)
+        ),
+    )
+
+
+def _no_hook(layer: int) -> None:
+    pass

@@ -1,0 +1,100 @@
+"""Retrieves end to end: bytes, widths, cancellation, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from lamina.board import TransferStatus
+from lamina.client import Retrieve
+from lamina.errors import DeviceError
+from tests.support.server import ServerThread
+from tests.support.worker import POISON, PageWorker, random_keys, small_geometry
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 32])
+def test_every_width_gives_back_every_byte_of_32_layers(
+    server: ServerThread, make_worker: Callable[..., PageWorker], width: int, planes: int
+) -> None:
+    worker = make_worker(geometry=small_geometry(layers=32, planes=planes))
+    source, target = (
+        list(range(0, 16)),
+        [40, 41, 17, 63, 30, 29, 28, 33, 50, 52, 54, 56, 20, 21, 22, 23],
+    )
+    worker.fill(source)
+    keys = random_keys(4)
+    worker.save(keys, source)
+    expected = worker.read(source)
+    others = [block for block in range(64) if block not in target]
+    before = worker.read(others)
+    retrieve = worker.load("r", keys, target, width)
+    worker.wait(lambda: retrieve.is_acknowledged)
+    assert retrieve.outcome is TransferStatus.OK
+    for got, wanted in zip(worker.read(target), expected, strict=True):
+        assert np.array_equal(got, wanted)
+    for got, wanted in zip(worker.read(others), before, strict=True):
+        assert np.array_equal(got, wanted), "bytes outside the retrieve were touched"
+
+
+def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
+    server: ServerThread, worker: PageWorker
+) -> None:
+    keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
+    worker.fill(source)
+    worker.save(keys, source)
+    worker.poison(target)
+    server.device.loads.close()
+    retrieve = worker.load("r", keys, target, width=1)
+    for layer in range(8):
+        server.device.loads.wait_until_held()
+        assert retrieve.landed_slices == layer
+        assert (worker.pages[layer][:, target] == POISON).all(), "a page changed before its turn"
+        server.device.loads.let_pass(1)
+        worker.wait(partial(_has_landed, retrieve, layer + 1))
+        assert np.array_equal(worker.pages[layer][:, target], worker.pages[layer][:, source])
+    worker.wait(lambda: retrieve.is_acknowledged)
+
+
+def _has_landed(retrieve: Retrieve, slices: int) -> bool:
+    return retrieve.landed_slices >= slices
+
+
+def test_nothing_is_written_after_a_cancel_is_acknowledged(
+    server: ServerThread, worker: PageWorker
+) -> None:
+    keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
+    worker.fill(source)
+    worker.save(keys, source)
+    server.device.loads.close()
+    retrieve = worker.load("r", keys, target)
+    server.device.loads.wait_until_held()
+    worker.client.cancel(retrieve)
+    assert not retrieve.is_over, "its copy is held at the valve and will still write"
+    server.device.loads.open()
+    worker.wait(lambda: retrieve.is_over)
+    assert retrieve.outcome is TransferStatus.CANCELLED
+    worker.poison(target)
+    other = worker.load("s", keys, list(range(30, 38)))  # the lane goes on with the next
+    worker.wait(lambda: other.is_acknowledged)
+    assert all((pages == POISON).all() for pages in worker.read(target))
+    assert server.gauges()["pins"] == 0
+
+
+def test_a_failed_copy_ends_every_wait_with_its_status(
+    server: ServerThread, worker: PageWorker
+) -> None:
+    keys, source = random_keys(2), list(range(8))
+    worker.fill(source)
+    worker.save(keys, source)
+    server.device.loads.fail_next(DeviceError("the link broke", "Mend it"))
+    retrieve = worker.load("r", keys, list(range(20, 28)))
+    worker.wait(lambda: retrieve.is_acknowledged)
+    assert retrieve.outcome is TransferStatus.COPY_FAILED
+    again = worker.load("r", keys, list(range(20, 28)))
+    worker.wait(lambda: again.is_acknowledged)
+    assert again.outcome is TransferStatus.OK, "the chunks and the lane are unharmed"
+    assert server.gauges()["pins"] == 0
