@@ -82,8 +82,8 @@ class _ValvedStream:
         self._valve.pass_one()
         self._inner.copy(memory, copies)
 
-    def announce(self, board: Board, slot: int, count: int) -> None:
-        self._inner.announce(board, slot, count)
+    def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
+        self._inner.announce(memory, slot, count)
 
     def mark(self) -> int:
         return self._inner.mark()
@@ -100,8 +100,8 @@ class ValvedDevice:
         self.loads = Valve()
         self.stores = Valve()
 
-    def open(self, peer: Peer, regions: Sequence[Region]) -> EngineMemory:
-        return self._inner.open(peer, regions)
+    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
+        return self._inner.open(peer, board, regions)
 
     def stream(self, direction: Direction) -> CopyStream:
         valve = self.loads if direction is Direction.LOAD else self.stores

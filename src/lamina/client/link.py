@@ -51,6 +51,8 @@ class Link:
         except ServerUnavailableError:
             self.board.close()
             raise
+        if memory is not None:
+            device.attach(self.board)
         self.transfers: Transfers | None = None
         self.is_ready = False
         self.refusal: protocol.ErrorReply | None = None
@@ -71,6 +73,8 @@ class Link:
         """Only when it `is_over`, or its process ends."""
         self.connection.close()
         self.connection.server.close()
+        if self._memory is not None:
+            self._device.detach(self.board)
         self.board.close()
 
     def _welcomed(self, reply: protocol.Reply | None) -> None:

@@ -42,6 +42,12 @@ class WorkerDevice(Protocol):
     def admit(self, server: Peer) -> None:
         """Let this server open what is exported. Called at each (re)connect."""
 
+    def attach(self, board: Board) -> None:
+        """Make the board's words usable by compute streams. Raises `DeviceError`."""
+
+    def detach(self, board: Board) -> None:
+        """Undo `attach`; no stream may still use the board."""
+
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
         """Set the board's ticket once everything enqueued on the compute stream is done."""
 
@@ -53,7 +59,7 @@ class WorkerDevice(Protocol):
 
 
 class EngineMemory(Protocol):
-    """An engine's exported allocations, opened by the server."""
+    """An engine's exported allocations and its board, opened by the server."""
 
     @property
     def addresses(self) -> Sequence[int]:
@@ -69,8 +75,8 @@ class CopyStream(Protocol):
     def copy(self, memory: EngineMemory, copies: CopyList) -> None:
         """Enqueue copies; may wait while too much is in flight. Raises `DeviceError`."""
 
-    def announce(self, board: Board, slot: int, count: int) -> None:
-        """Set the slot's count after all copies enqueued so far. Raises `DeviceError`."""
+    def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
+        """Set the slot's count on the memory's board after all copies enqueued so far. Raises `DeviceError`."""
 
     def mark(self) -> int:
         """A number that stands for everything enqueued so far."""
@@ -82,7 +88,7 @@ class CopyStream(Protocol):
 class ServerDevice(Protocol):
     """The server's side."""
 
-    def open(self, peer: Peer, regions: Sequence[Region]) -> EngineMemory:
+    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
         """Open a worker's allocations. Raises `CopyDeniedError` or `DeviceError`."""
 
     def stream(self, direction: Direction) -> CopyStream:

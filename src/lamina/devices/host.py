@@ -41,6 +41,12 @@ class HostWorkerDevice:
     def admit(self, server: Peer) -> None:
         allow_copies_by(server.pid)
 
+    def attach(self, board: Board) -> None:
+        """Nothing to do: the board is this process's own memory."""
+
+    def detach(self, board: Board) -> None:
+        """Nothing to undo."""
+
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
         board.ticket = ticket  # computation on the CPU is done when the call is made
 
@@ -55,8 +61,9 @@ class HostWorkerDevice:
 class HostMemory:
     """Regions of another process (or of this one)."""
 
-    def __init__(self, peer: Peer, regions: Sequence[Region]) -> None:
+    def __init__(self, peer: Peer, board: Board, regions: Sequence[Region]) -> None:
         self.peer = peer
+        self.board = board
         try:
             self.addresses = tuple(_HANDLE.unpack(region.handle)[0] for region in regions)
         except struct.error as error:
@@ -102,8 +109,9 @@ class HostCopyStream:
             self._link_free_at = begin + copies.nbytes * self._seconds_per_byte
             time.sleep(max(0.0, self._link_free_at - time.perf_counter()))
 
-    def announce(self, board: Board, slot: int, count: int) -> None:
-        board.announce(slot, count)
+    def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
+        assert isinstance(memory, HostMemory)
+        memory.board.announce(slot, count)
 
     def mark(self) -> int:
         return 0
@@ -118,8 +126,8 @@ class HostServerDevice:
     def __init__(self, link_gbps: float | None = None) -> None:
         self._link_gbps = link_gbps
 
-    def open(self, peer: Peer, regions: Sequence[Region]) -> EngineMemory:
-        return HostMemory(peer, regions)
+    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
+        return HostMemory(peer, board, regions)
 
     def stream(self, direction: Direction) -> CopyStream:
         return HostCopyStream(direction, self._link_gbps)

@@ -61,7 +61,7 @@ class RetrieveTransfer(Transfer):
                 stream.copy(self.memory, batch)
                 self._nbytes += batch.nbytes
                 yield
-            stream.announce(self.board, self._slot, self._base + part.number + 1)
+            stream.announce(self.memory, self._slot, self._base + part.number + 1)
             self._announced += 1
             self._first_slice_us = self._first_slice_us or _us_since(self._started_s)
 

@@ -88,7 +88,9 @@ class Service:
                 f"It has {', '.join(self._lanes.devices)}",
             )
         try:
-            memory = self._lanes.devices[request.device].open(session.peer, request.regions)
+            memory = self._lanes.devices[request.device].open(
+                session.peer, session.board, request.regions
+            )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
         lanes = self._lanes.of(request.device)
