@@ -17,6 +17,7 @@ aligned 4-byte stores; `fence` orders them against the bytes they announce.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -131,6 +132,16 @@ class Board:
         os.close(self.fd)
 
     @property
+    def address(self) -> int:
+        """Where the board lies in this process, for devices that write its words themselves."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The size of the mapping: whole memory pages."""
+        return -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
     def heartbeat_ns(self) -> int:
         return self._longs[_HEARTBEAT_LINE * LINE_BYTES // 8]
 
@@ -174,8 +185,13 @@ class Board:
         self._words[self._word(slot) + 1] = TransferStatus.OK
 
     def offset_bytes(self, slot: int) -> int:
-        """Offset of the slot's count in the board, for devices that write it themselves."""
+        """Offset of the slot's count in the board."""
         return self._word(slot) * 4
+
+    @property
+    def ticket_offset_bytes(self) -> int:
+        """Offset of the ticket in the board."""
+        return _TICKET_LINE * LINE_BYTES
 
     def _word(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

@@ -11,8 +11,8 @@ from lamina.geometry import BlockIds, Geometry, Int64Array, PageMap
 
 BATCH_PIECES = 1024
 """Pieces a call: `UIO_MAXIOV` on the host, and about where a GPU's copy calls run at link speed."""
-BATCH_BYTES = 16 << 20
-"""Bytes a call, so that a cancelled transfer stops within a millisecond of link time."""
+BATCH_BYTES = 32 << 20
+"""Bytes a call, so that a cancelled transfer stops within a few milliseconds of link time."""
 
 
 class CopyList(NamedTuple):

@@ -100,6 +100,9 @@ class ValvedDevice:
         self.loads = Valve()
         self.stores = Valve()
 
+    def pin(self, address: int, nbytes: int) -> None:
+        self._inner.pin(address, nbytes)
+
     def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
         return self._inner.open(peer, board, regions)
 

@@ -76,7 +76,10 @@ class CopyStream(Protocol):
         """Enqueue copies; may wait while too much is in flight. Raises `DeviceError`."""
 
     def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
-        """Set the slot's count on the memory's board after all copies enqueued so far. Raises `DeviceError`."""
+        """Set the slot's count on the memory's board after all copies enqueued so far.
+
+        Raises `DeviceError`.
+        """
 
     def mark(self) -> int:
         """A number that stands for everything enqueued so far."""
@@ -87,6 +90,12 @@ class CopyStream(Protocol):
 
 class ServerDevice(Protocol):
     """The server's side."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Make a resident segment of the arena fast to copy; on the arena filler's thread.
+
+        Never raises: a device that cannot says so once and works more slowly.
+        """
 
     def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
         """Open a worker's allocations. Raises `CopyDeniedError` or `DeviceError`."""

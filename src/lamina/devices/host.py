@@ -126,6 +126,9 @@ class HostServerDevice:
     def __init__(self, link_gbps: float | None = None) -> None:
         self._link_gbps = link_gbps
 
+    def pin(self, address: int, nbytes: int) -> None:
+        """Nothing to do: the kernel copies from any memory."""
+
     def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
         return HostMemory(peer, board, regions)
 

@@ -118,13 +118,17 @@ class Arena:
 
 
 class ArenaFiller:
-    """Touches an arena's memory in the background; `publish(nbytes)` is called per segment.
+    """Makes an arena resident in the background, segment by segment.
 
-    `publish` runs on the filler's thread: hand it over to the event loop.
+    `pin(address, nbytes)` and then `publish(nbytes)` are called per segment, on the filler's
+    thread: hand `publish` over to the event loop.
     """
 
-    def __init__(self, arena: Arena, publish: Callable[[int], None]) -> None:
+    def __init__(
+        self, arena: Arena, pin: Callable[[int, int], None], publish: Callable[[int], None]
+    ) -> None:
         self._arena = arena
+        self._pin = pin
         self._publish = publish
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="lamina-fill", daemon=True)
@@ -142,6 +146,7 @@ class ArenaFiller:
                 list(pool.map(self._touch, range(start, end, _FILL_PART_BYTES)))
                 if self._stop.is_set():
                     return
+                self._pin(self._arena.base + start, end - start)
                 self._publish(end - start)
         log.info("arena of %.1f GiB is resident", self._arena.capacity_bytes / 2**30)
 

@@ -153,6 +153,11 @@ class Lanes:
         self.devices = devices
         self._lanes: dict[str, DeviceLanes] = {}
 
+    def pin(self, address: int, nbytes: int) -> None:
+        """Let every device pin a segment of the arena; on the filler's thread."""
+        for device in self.devices.values():
+            device.pin(address, nbytes)
+
     def of(self, device: str) -> DeviceLanes:
         if device not in self._lanes:
             make_stream = self.devices[device].stream

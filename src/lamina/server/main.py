@@ -14,6 +14,7 @@ from functools import partial
 from lamina import __version__
 from lamina.board import TransferStatus
 from lamina.devices.base import ServerDevice
+from lamina.devices.cuda import server_devices
 from lamina.devices.host import NAME as HOST
 from lamina.devices.host import HostServerDevice
 from lamina.errors import ErrorCode, SettingsError
@@ -39,7 +40,7 @@ class Server:
     """One cache server. Everything but the lanes and the filler runs on its event loop.
 
     Making one binds the socket; raises `SettingsError` when it cannot. `devices` by name; the host
-    device by default. `clock` in seconds is what leases run out by.
+    and every visible GPU by default. `clock` in seconds is what leases run out by.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Server:
         self.arena = Arena(settings.arena_bytes)
         self.index = Index(self.arena)
         self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock)
-        self.lanes = Lanes(devices or {HOST: HostServerDevice(settings.host_link_gbps)})
+        self.lanes = Lanes(devices or _all_devices(settings))
         self.sessions = Sessions()
         service = Service(
             self.index,
@@ -95,7 +96,9 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop.set)
         filler = ArenaFiller(
-            self.arena, lambda nbytes: _call_on(loop, partial(self.arena.extend, nbytes))
+            self.arena,
+            self.lanes.pin,
+            lambda nbytes: _call_on(loop, partial(self.arena.extend, nbytes)),
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(filler.stop)
@@ -179,6 +182,10 @@ class Server:
             transport.close()
         while self._transports:
             await asyncio.sleep(0.005)
+
+
+def _all_devices(settings: ServerSettings) -> dict[str, ServerDevice]:
+    return {HOST: HostServerDevice(settings.host_link_gbps), **server_devices()}
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
