@@ -11,19 +11,15 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from lamina.bench.processes import private_socket, server_process
 from lamina.client import Client
 from lamina.copies import CopyPlan
 from lamina.devices.host import HostWorkerDevice
-from lamina.errors import ServerUnavailableError
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.server.arena import Arena
 from lamina.server.index import Index
@@ -59,24 +55,18 @@ Figures = dict[str, tuple[float, float | None]]
 
 def time_lookup(rounds: int = 2000) -> Figures:
     """A lookup of 64 chunks against a server process: the call alone, and call to answer."""
-    with tempfile.TemporaryDirectory(prefix="lamina-") as directory:
-        socket = Path(directory) / "run" / "lamina.sock"
-        command = ["-m", "lamina.cli", "serve", "--socket", str(socket), "--arena", "64MiB"]
-        server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
-        try:
-            client = _connect(socket)
-            keys = [os.urandom(32) for _ in range(LOOKUP_CHUNKS)]
-            calls_us, answers_us = [], []
-            for number in range(rounds):
-                started = time.perf_counter()
-                lookup = client.lookup(f"request {number}", keys)
-                calls_us.append((time.perf_counter() - started) * 1e6)
-                lookup.wait(1.0)
-                answers_us.append((time.perf_counter() - started) * 1e6)
-            client.close()
-        finally:
-            server.terminate()
-            server.wait()
+    keys = [os.urandom(32) for _ in range(LOOKUP_CHUNKS)]
+    calls_us, answers_us = [], []
+    with private_socket() as socket, server_process(socket, "--arena", "64MiB"):
+        client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "benchmark")
+        client.connect()
+        for number in range(rounds):
+            started = time.perf_counter()
+            lookup = client.lookup(f"request {number}", keys)
+            calls_us.append((time.perf_counter() - started) * 1e6)
+            lookup.wait(1.0)
+            answers_us.append((time.perf_counter() - started) * 1e6)
+        client.close()
     return {
         "lookup of 64 chunks, the call, us (median)": (statistics.median(calls_us), None),
         "lookup of 64 chunks, call to answer, us (median)": (statistics.median(answers_us), 300),
@@ -161,19 +151,6 @@ def _median_ms(call: Callable[[], None], rounds: int = 9) -> float:
         call()
         times.append((time.perf_counter() - started) * 1e3)
     return statistics.median(times)
-
-
-def _connect(socket: Path) -> Client:
-    client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "benchmark")
-    until_s = time.monotonic() + 20
-    while True:
-        try:
-            client.connect()
-            return client
-        except ServerUnavailableError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.02)
 
 
 if __name__ == "__main__":

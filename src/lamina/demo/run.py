@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from statistics import median
 
 import msgspec
 
-from lamina import protocol
-from lamina.client import Client
+from lamina.bench.processes import private_socket, python_process, server_process
 from lamina.demo.messages import (
     ARMS,
     RECOMPUTE,
@@ -25,12 +20,7 @@ from lamina.demo.messages import (
     Report,
     Timeline,
 )
-from lamina.devices.host import HostWorkerDevice
-from lamina.errors import LaminaError, ServerUnavailableError
-from lamina.settings import ClientSettings
-
-_START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 10.0
+from lamina.errors import LaminaError
 
 
 class ArmResult(msgspec.Struct, frozen=True):
@@ -64,18 +54,17 @@ def run_demo(spec: DemoSpec, progress: Callable[[str, int, int], None]) -> DemoR
     `progress(what, done, total)` is called as it goes. Raises `LaminaError` when a process dies.
     """
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="lamina-demo-"))
-        socket = Path(directory) / "run" / "lamina.sock"
+        socket = stack.enter_context(private_socket())
         spec = msgspec.structs.replace(spec, socket=str(socket))
-        engine = stack.enter_context(_process(_engine_command(spec)))
+        engine = stack.enter_context(python_process(*_engine_command(spec)))
         reports = _reports(engine)
         total = 1 + spec.documents * (1 + len(ARMS)) + 1
         progress("measuring compute", 0, total)
         calibrated = next(reports)
         assert isinstance(calibrated, Calibrated)
         link_gbps = calibrated.load_bytes / calibrated.compute_s / 1e9
-        stack.enter_context(_process(_server_command(spec, calibrated.load_bytes, link_gbps)))
-        _wait_for_server(socket)
+        options = _server_options(spec, calibrated.load_bytes, link_gbps)
+        stack.enter_context(server_process(socket, *options))
         assert engine.stdin is not None
         engine.stdin.write("go\n")
         engine.stdin.flush()
@@ -130,58 +119,18 @@ def _engine_command(spec: DemoSpec) -> list[str]:
     return ["-m", "lamina.demo.engine_process", msgspec.json.encode(spec).decode()]
 
 
-def _server_command(spec: DemoSpec, document_bytes: int, link_gbps: float) -> list[str]:
+def _server_options(spec: DemoSpec, document_bytes: int, link_gbps: float) -> list[str]:
     return [
-        *("-m", "lamina.cli", "serve", "--log-level", "warning"),
-        *("--socket", spec.socket),
         *("--arena", str(2 * spec.documents * document_bytes)),
         *("--chunk-tokens", str(spec.chunk_tokens)),
         *("--host-link-gbps", str(link_gbps)),
     ]
 
 
-@contextmanager
-def _process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that is ended, and reaped, when the block is left."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-
 def _reports(engine: subprocess.Popen[str]) -> Iterator[Report]:
     assert engine.stdout is not None
     for line in engine.stdout:
         yield msgspec.json.decode(line, type=Report)
-
-
-def _wait_for_server(socket: Path) -> None:
-    """Wait until the server answers and all of its arena can be used."""
-    until_s = time.monotonic() + _START_TIMEOUT_S
-    client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "demo")
-    try:
-        while time.monotonic() < until_s:
-            try:
-                client.connect()
-            except ServerUnavailableError:
-                time.sleep(0.05)
-                continue
-            stats = client.ask(protocol.GetStats)
-            assert isinstance(stats, protocol.Stats)
-            if stats.values["arena_ready_bytes"] == stats.values["arena_capacity_bytes"]:
-                return
-            time.sleep(0.05)
-    finally:
-        client.close()
-    raise ServerUnavailableError("the demo's server did not start", "Its error is above")
 
 
 def _describe(report: Report) -> str:

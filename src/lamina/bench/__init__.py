@@ -1,0 +1,1 @@
+"""What `lamina bench` runs: real processes, measured and checked byte for byte."""
