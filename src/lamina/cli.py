@@ -36,6 +36,8 @@ app = typer.Typer(
 _DEFAULT_SOCKET = default_socket()
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
+bench_app = typer.Typer(help="Measure, with every byte checked.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 SocketOption = Annotated[
     Path, typer.Option(help="The server's Unix socket, in a directory of its own.")
 ]
@@ -154,6 +156,44 @@ def demo(
         if timeline is not None:
             Console().print(f"Each layer's arrival against its computation: {timeline}")
     if not all(arm.bit_identical for arm in result.arms):
+        raise typer.Exit(1)
+
+
+@bench_app.command("transfer")
+def bench_transfer(
+    device: Annotated[str, typer.Option(help="host or cuda.")] = "host",
+    layers: Annotated[int, typer.Option(min=1)] = 32,
+    page_bytes: Annotated[str, typer.Option(help="Sizes to sweep, comma-separated.")] = "64KiB",
+    widths: Annotated[str, typer.Option(help="Layers a slice to sweep.")] = "1,8,32",
+    concurrency: Annotated[str, typer.Option(help="Retrieves at once to sweep.")] = "1,4",
+    document_bytes: Annotated[str, typer.Option(help="Size of one retrieve.")] = "1GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds a cell.")] = 5,
+    host_link_gbps: Annotated[float | None, typer.Option(help="Throttle the host device.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time the server's transfers without an engine, and check every byte.
+
+    Exits with 1 when a byte was wrong.
+    """
+    from lamina.bench.show import transfer_table
+    from lamina.bench.transfer import TransferSpec, run_transfer
+
+    spec = TransferSpec(
+        device=device,
+        layers=layers,
+        page_bytes=tuple(parse_bytes(size) for size in page_bytes.split(",")),
+        widths=tuple(int(width) for width in widths.split(",")),
+        concurrency=tuple(int(count) for count in concurrency.split(",")),
+        document_bytes=parse_bytes(document_bytes),
+        rounds=rounds,
+        link_gbps=host_link_gbps,
+    )
+    result = run_transfer(spec)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        Console().print(transfer_table(result))
+    if not result.is_correct:
         raise typer.Exit(1)
 
 
