@@ -46,10 +46,12 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """`server_clock_ns` is the server's monotonic clock, which heartbeats are read against."""
+    """`lease_ttl_s` is how long an unused lease lasts; `server_clock_ns` the server's monotonic
+    clock, which heartbeats are read against."""
 
     server_version: str
     chunk_tokens: int
+    lease_ttl_s: float
     server_clock_ns: int
 
 

@@ -132,6 +132,11 @@ class Client:
         return self.settings.chunk_tokens
 
     @property
+    def lease_ttl_s(self) -> float:
+        """Seconds after which the server ends a lease that is not used; 0 without a server."""
+        return self._link.lease_ttl_s if self._link is not None else 0.0
+
+    @property
     def quarantined(self) -> int:
         """Retrieves given up whose pages may still be written: they are not over."""
         return sum(1 for r in self._in_flight() if r.outcome is not None and not r.is_over)

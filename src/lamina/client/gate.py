@@ -47,29 +47,35 @@ class StepGates:
         self._stream = stream
         self.gates = tuple(gate for gate in gates if not gate.is_settled)
         self._failed_before = tuple(gate for gate in gates if gate.retrieve.outcome)
-        self._waits: dict[int, list[tuple[Retrieve, int]]] = {}
-        for gate in self.gates:
-            for part in gate.retrieve.slices:
-                target = gate.retrieve.base + part.number + 1
-                self._waits.setdefault(part.first_layer, []).append((gate.retrieve, target))
+        self._waited = [0] * len(self.gates)
+        """How many slices of each gate the stream waits for already."""
         self.waited_s = 0.0
-        """Time spent in `before_layer`: the stall, on a synchronous device."""
+        """Time spent in waits: the stall, on a synchronous device."""
 
     def before_layer(self, layer: int) -> None:
-        """Make the compute stream wait for the slices that begin at `layer`.
+        """Make the compute stream wait for the slices of `layer`, unless it does already.
 
-        Layers run in order, so the later layers of a slice need no wait of their own.
+        Slices land in order, so a wait for one is a wait for all before it: a slice is waited for
+        at the first of its layers that runs, whatever the order of the layers.
         """
-        if waits := self._waits.get(layer):
-            started = time.perf_counter()
-            for retrieve, target in waits:
-                self._device.wait_landed(retrieve.board, retrieve.slot, target, self._stream)
-            self.waited_s += time.perf_counter() - started
+        for index, gate in enumerate(self.gates):
+            needed = gate.retrieve.slice_of(layer) + 1
+            if needed > self._waited[index]:
+                self._wait(index, needed)
 
     def before_all(self) -> None:
         """Wait for everything at once: for a step whose layers cannot be hooked."""
-        for layer in sorted(self._waits):
-            self.before_layer(layer)
+        for index, gate in enumerate(self.gates):
+            if self._waited[index] < len(gate.retrieve.slices):
+                self._wait(index, len(gate.retrieve.slices))
+
+    def _wait(self, index: int, slices: int) -> None:
+        retrieve = self.gates[index].retrieve
+        started = time.perf_counter()
+        count = retrieve.base + slices
+        self._device.wait_landed(retrieve.board, retrieve.slot, count, self._stream)
+        self._waited[index] = slices
+        self.waited_s += time.perf_counter() - started
 
     def settle(self) -> list[Retrieve]:
         """Wait on the CPU until every gate of this step has settled; return those that failed.

@@ -57,6 +57,7 @@ class Link:
         self.is_ready = False
         self.refusal: protocol.ErrorReply | None = None
         self.chunk_tokens = 0
+        self.lease_ttl_s = 0.0
         self.connection.call(lambda n: protocol.Hello(n, engine, label), self._welcomed)
 
     @property
@@ -82,6 +83,7 @@ class Link:
             self._refused(reply)
             return
         self.chunk_tokens = reply.chunk_tokens
+        self.lease_ttl_s = reply.lease_ttl_s
         self.connection.set_server_clock(reply.server_clock_ns)
         wanted = self._wanted_chunk_tokens
         if wanted is not None and wanted != reply.chunk_tokens:

@@ -52,6 +52,11 @@ class Retrieve:
     def final_count(self) -> int:
         return self.base + len(self.slices)
 
+    def slice_of(self, layer: int) -> int:
+        """The number of the slice that `layer` is in."""
+        first = self.slices[0]
+        return layer // (first.end_layer - first.first_layer)
+
     @property
     def landed_slices(self) -> int:
         """How many slices are in the pages. Meaningless once `outcome` is a failure."""

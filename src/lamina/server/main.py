@@ -60,8 +60,10 @@ class Server:
             self.index,
             self.leases,
             self.lanes,
+            self.sessions,
             self.counters,
             settings.chunk_tokens,
+            settings.lease_ttl_s,
             self.arena.capacity_bytes,
             self.gauges,
         )

@@ -28,7 +28,7 @@ from lamina.server.index import Chunk, Index
 from lamina.server.lane import Lane, Lanes, Transfer
 from lamina.server.leases import LeaseTable
 from lamina.server.retrieve import Landed, RetrieveTransfer
-from lamina.server.sessions import Session, Worker
+from lamina.server.sessions import Session, Sessions, Worker
 from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunk, make_room
 
 MAX_STORES_IN_FLIGHT = 256
@@ -45,16 +45,20 @@ class Service:
         index: Index,
         leases: LeaseTable,
         lanes: Lanes,
+        sessions: Sessions,
         counters: Counters,
         chunk_tokens: int,
+        lease_ttl_s: float,
         arena_bytes: int,
         gauges: Callable[[], dict[str, float]],
     ) -> None:
         self._index = index
         self._leases = leases
         self._lanes = lanes
+        self._sessions = sessions
         self._counters = counters
         self._chunk_tokens = chunk_tokens
+        self._lease_ttl_s = lease_ttl_s
         self._arena_bytes = arena_bytes
         self._gauges = gauges
 
@@ -66,7 +70,13 @@ class Service:
                 "an engine's name has 1 to 128 characters and its label at most 256", "Shorten them"
             )
         session.engine, session.label = request.engine, request.label
-        return protocol.Welcome(request.id, __version__, self._chunk_tokens, time.monotonic_ns())
+        return protocol.Welcome(
+            request.id,
+            __version__,
+            self._chunk_tokens,
+            self._lease_ttl_s,
+            time.monotonic_ns(),
+        )
 
     def register(self, session: Session, request: protocol.Register) -> protocol.Registered:
         session.need_hello()
@@ -251,7 +261,8 @@ class Service:
 
     def end_request(self, session: Session, request: protocol.EndRequest) -> protocol.Done:
         self._leases.end_request(session.need_hello(), request.request)
-        session.cancel(lambda in_flight: in_flight.request == request.request)
+        for other in self._sessions.of_engine(session.engine):
+            other.cancel(lambda in_flight: in_flight.request == request.request)
         return protocol.Done(request.id)
 
     def ping(self, session: Session, request: protocol.Ping) -> protocol.Pong:

@@ -126,6 +126,10 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._live))
 
+    def of_engine(self, engine: str) -> list[Session]:
+        """The sessions of one engine: its scheduler's and its workers'."""
+        return [session for session in self._live if session.engine == engine]
+
     def add(self, session: Session) -> None:
         session.board.heartbeat_ns = time.monotonic_ns()
         self._live.add(session)
