@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ MAX_SOCKET_PATH_BYTES = 107
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+_Settings = TypeVar("_Settings", bound="ClientSettings")
 
 
 def default_socket() -> Path:
@@ -95,7 +98,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
             _at_least("chunk_tokens", self.chunk_tokens, 1)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], prefix: str = "lamina.") -> ClientSettings:
+    def parse(
+        cls: type[_Settings], values: Mapping[str, Any], prefix: str = "lamina."
+    ) -> _Settings:
         """Read the `lamina.*` entries of an engine's own configuration; refuse unknown ones."""
         known = {field: prefix + field for field in cls.__struct_fields__}
         found: dict[str, Any] = {}

@@ -77,6 +77,14 @@ class StepGates:
         self._waited[index] = slices
         self.waited_s += time.perf_counter() - started
 
+    def unwaited(self) -> list[Retrieve]:
+        """Retrieves of which some slice was not waited for: read too early, if they were read."""
+        return [
+            gate.retrieve
+            for gate, waited in zip(self.gates, self._waited, strict=True)
+            if waited < len(gate.retrieve.slices)
+        ]
+
     def settle(self) -> list[Retrieve]:
         """Wait on the CPU until every gate of this step has settled; return those that failed.
 

@@ -1,0 +1,260 @@
+"""What vLLM calls: a thin class over the scheduler's and the worker's side.
+
+Works with vLLM 0.26 to 0.32; where the interface changed in between, the docstring says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from lamina.client import Client
+from lamina.devices.host import HostWorkerDevice
+from lamina.engines.vllm.config import ConnectorSettings, check_supported
+from lamina.engines.vllm.identity import namespace_of
+from lamina.engines.vllm.layout import layout_of
+from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerHandshake
+from lamina.engines.vllm.scheduler import SchedulerSide
+from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
+from lamina.engines.vllm.worker import WorkerSide, device_of, export_all
+from lamina.errors import ErrorCode, LaminaError, RequestRefusedError, ServerUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_DEGRADE = (ErrorCode.VERSION, ErrorCode.STOPPING, ErrorCode.FORBIDDEN, ErrorCode.INTERNAL)
+"""Refusals that are the server's affair: the engine serves without the cache and tries again. Any
+other is a setting of the engine's own and stops it at its start."""
+
+
+class LaminaConnector(KVConnectorBase_V1):
+    """`kv_connector` for vLLM; see `docs/vllm.md`."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = vllm_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._handshake: WorkerHandshake | None = None
+        self._stream_of: Any = None
+        self._released: set[str] = set()
+        self._report = StepReport()
+        try:
+            check_supported(vllm_config)
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            self._settings = ConnectorSettings.parse(extra)
+        except LaminaError as error:
+            log.error("Lamina cannot serve this engine: %s", error)
+            raise
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._settings,
+                self._client("vLLM scheduler", HostWorkerDevice()),
+                vllm_config.cache_config.block_size,
+                kv_cache_config.num_blocks,
+                vllm_config.parallel_config.world_size,
+            )
+            self._connect(self._scheduler.client)
+
+    # Worker's side
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Export the KV memory and register it with the server."""
+        try:
+            layout = layout_of(
+                kv_caches,
+                self._kv_cache_config.num_blocks,
+                self._config.cache_config.block_size,
+                self._settings.chunk_tokens,
+            )
+            device = device_of(kv_caches)
+            client = self._client("vLLM worker", device)
+            client.register(layout.geometry, layout.page_map, export_all(device, layout))
+        except LaminaError as error:
+            log.error("Lamina cannot serve this engine: %s", error)
+            raise
+        self._worker = WorkerSide(self._settings, client, device, layout)
+        if device.name != "host":
+            import torch
+
+            self._stream_of = lambda: torch.cuda.current_stream().cuda_stream
+        self._handshake = WorkerHandshake(
+            layout.geometry.digest,
+            len(layout.geometry.layers),
+            layout.signature,
+            self._backend_names(),
+        )
+        self._connect(client)
+
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
+        return self._handshake
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Everything that must precede the forward begins here: from 0.32 on, `start_load_kv`
+        may come after it."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if self._worker is not None:
+            stream = self._stream_of() if self._stream_of is not None else None
+            self._worker.begin_step(connector_metadata, stream)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """In a step that has gates this comes before the forward (the scheduler's side sees to
+        that, where vLLM lets it choose) and tells whether layer hooks will fire."""
+        if self._worker is not None:
+            mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+            hooks_fire = (
+                forward_context.attn_metadata is not None and mode is not CUDAGraphMode.FULL
+            )
+            self._worker.before_forward(hooks_fire)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.before_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: chunks are stored after the step that completed them was confirmed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: blocks are held until they are copied."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Settle the step. From 0.32 on called through `get_transfer_results`."""
+        if self._worker is None:
+            return None, None
+        released, self._report = self._worker.end_step()
+        return None, released or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.invalid_blocks if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        report, self._report = self._report, StepReport()
+        return report or None
+
+    # Scheduler's side
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], WorkerHandshake]
+    ) -> None:
+        """The worker's registration: with it keys can be computed."""
+        (found,) = metadata.values()
+        namespace = namespace_of(
+            self._config,
+            vllm.__version__,
+            found.geometry_digest,
+            found.layout,
+            found.backend,
+        )
+        assert self._scheduler is not None
+        self._scheduler.set_identity(namespace, found.layers)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        assert self._scheduler is not None
+        step = self._scheduler.build_step(scheduler_output)
+        if step.gates and hasattr(scheduler_output, "has_sync_kv_loads"):
+            scheduler_output.has_sync_kv_loads = True
+        return step
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.step_done(
+            connector_output.finished_recving or (), connector_output.kv_connector_worker_meta
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the free: what is needed is held in the pool."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        assert self._scheduler is not None
+        return self._scheduler.has_pending_work
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a later miss, nothing more."""
+        return False
+
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
+    # Both
+
+    def get_kv_connector_stats(self) -> LaminaStats | None:
+        side = self._scheduler or self._worker
+        return take(side.counts) if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LaminaStats:
+        return LaminaStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> LaminaPromMetrics:
+        return LaminaPromMetrics(*arguments)
+
+    def shutdown(self) -> None:
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.client.close()
+
+    def _client(self, label: str, device: Any) -> Client:
+        engine = self._config.kv_transfer_config.engine_id
+        return Client(self._settings, device, label, engine=engine)
+
+    def _connect(self, client: Client) -> None:
+        """Connect at the start; without a server the engine serves all the same."""
+        try:
+            client.connect()
+        except ServerUnavailableError as error:
+            log.warning("serving without a cache for now: %s", error)
+        except RequestRefusedError as error:
+            if error.code not in _DEGRADE:
+                log.error("Lamina cannot serve this engine: %s", error)
+                raise
+            log.warning("serving without a cache for now: %s", error)
+
+    def _backend_names(self) -> str:
+        layers = self._config.compilation_config.static_forward_context.values()
+        backends = {
+            layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")
+        }
+        return ",".join(sorted(backends))
