@@ -116,7 +116,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise SettingsError(f"there is no setting {key!r}", hint)
             found[name] = parse_overlap(value) if name == "layerwise_overlap" else value
         try:
-            return msgspec.convert(found, cls, strict=False)
+            return msgspec.convert(found, cls, strict=False, dec_hook=_path)
         except msgspec.ValidationError as error:
             raise SettingsError(f"a setting is malformed: {error}", "Correct its type") from error
 
@@ -160,6 +160,13 @@ def check_socket_path(path: Path) -> None:
             f"the socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes",
             "Choose a shorter path, for example under /run or /tmp",
         )
+
+
+def _path(wanted: type[Any], value: object) -> object:
+    """Lets a path be given as text, as in JSON."""
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"a {type(value).__name__} is no {wanted.__name__}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:
