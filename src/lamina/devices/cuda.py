@@ -195,14 +195,33 @@ class PinnedSegments:
     """What is pinned of the arena, once for all GPUs. Filled by one thread, read by the lanes."""
 
     def __init__(self) -> None:
-        self.starts: Int64Array = np.empty(0, np.int64)  # sorted; replaced, never changed
+        self._base = 0
+        self._segment_bytes = 0  # all segments but the last are of one size
+        self._pinned: set[int] = set()
         self.incomplete = False
         """Whether something could not be pinned."""
 
+    def spanned_by(self, copies: CopyList) -> npt.NDArray[np.bool_] | None:
+        """Which pieces span two segments; None when none does, which is nearly always."""
+        if not self._segment_bytes:
+            return None
+        begin = (copies.host - self._base) % self._segment_bytes
+        across: npt.NDArray[np.bool_] = begin + copies.size > self._segment_bytes
+        return across if across.any() else None
+
+    def next_edge(self, host: Int64Array) -> Int64Array:
+        """Where the segment of each address ends."""
+        segment = (host - self._base) // self._segment_bytes
+        edge: Int64Array = self._base + (segment + 1) * self._segment_bytes
+        return edge
+
     def add(self, address: int, nbytes: int) -> None:
         """Pin a segment, unless another GPU's device has; the context must be current."""
-        if address in self.starts:
+        if address in self._pinned:
             return
+        if not self._pinned:
+            self._base, self._segment_bytes = address, nbytes
+        self._pinned.add(address)
         try:
             driver.pin(address, nbytes)
         except DeviceError as error:
@@ -212,7 +231,6 @@ class PinnedSegments:
                     error.cause,
                 )
             self.incomplete = True
-        self.starts = np.sort(np.append(self.starts, address))
 
 
 class CudaServerDevice:
@@ -244,13 +262,9 @@ class CudaServerDevice:
 
     def split(self, copies: CopyList) -> CopyList:
         """Cut pieces at the edges of pinned segments: a copy may not span two registrations."""
-        edges = self._pinned.starts
-        while True:
-            last = np.searchsorted(edges, copies.host + copies.size - 1, side="right")
-            across = np.searchsorted(edges, copies.host, side="right") < last
-            if not across.any():
-                return copies
-            copies = _cut(copies, across, edges[last - 1])
+        while (across := self._pinned.spanned_by(copies)) is not None:
+            copies = _cut(copies, across, self._pinned.next_edge(copies.host))
+        return copies
 
     def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
         self.make_current()

@@ -22,7 +22,7 @@ from lamina.linux import MADV_HUGEPAGE, MADV_POPULATE_WRITE, madvise
 
 log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 256 << 20
 _MAP_NORESERVE = 0x4000  # Python 3.12 and older do not name it
 _HUGE_PAGE_BYTES = 2 << 20
 _FILL_PART_BYTES = 8 << 20

@@ -55,12 +55,13 @@ class RetrieveTransfer(Transfer):
 
     def run(self, stream: CopyStream) -> Iterator[None]:
         for part in self._slices:
-            for batch in batches(self._plan.copies(part.first_layer, part.end_layer)):
+            copies = self._plan.copies(part.first_layer, part.end_layer)
+            for batch in batches(copies):
                 if self.cancelled_as:
                     return
                 stream.copy(self.memory, batch)
-                self._nbytes += batch.nbytes
                 yield
+            self._nbytes += copies.nbytes
             stream.announce(self.memory, self._slot, self._base + part.number + 1)
             self._announced += 1
             self._first_slice_us = self._first_slice_us or _us_since(self._started_s)
