@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +28,10 @@ from lamina.errors import GeometryError
 Int64Array = npt.NDArray[np.int64]
 BlockIds = npt.NDArray[np.int32]
 
+MAX_PLANES = 8192
+"""Planes of all layers together."""
+MAX_BYTES = 1 << 60
+"""Bounds sizes that a peer claims, so that no address computed from them overflows."""
 CHUNK_ALIGNMENT_BYTES = 4096
 """Chunks start and end on memory pages, so that no two chunks share one."""
 
@@ -93,15 +98,17 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
                     f"{layer.page_bytes}-byte pages",
                     "Give every layer at least one plane of at least one byte",
                 )
+        if sum(layer.planes for layer in self.layers) > MAX_PLANES:
+            raise GeometryError(
+                f"there are more than {MAX_PLANES} planes", "Register the layers of one model"
+            )
+        if self._bytes_of_layers()[-1] > MAX_BYTES:
+            raise GeometryError("a chunk has more than 2**60 bytes", "Check the page sizes")
 
     @cached_property
     def layer_offsets(self) -> Int64Array:
         """Offset in bytes of each layer in a chunk, shape (layers + 1,); the last is its size."""
-        sizes = [
-            layer.planes * self.blocks_per_chunk(layer.group) * layer.page_bytes
-            for layer in self.layers
-        ]
-        return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        return np.array([0, *self._bytes_of_layers()], np.int64)
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -122,6 +129,14 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
             [(layer.group, layer.planes, layer.page_bytes) for layer in self.layers],
         )
         return hashlib.sha256(b"lamina geometry 1" + msgspec.msgpack.encode(shape)).digest()
+
+    def _bytes_of_layers(self) -> list[int]:
+        """Bytes of the first layer, of the first two, and so on, in a chunk."""
+        sizes = (
+            layer.planes * self.blocks_per_chunk(layer.group) * layer.page_bytes
+            for layer in self.layers
+        )
+        return list(accumulate(sizes))
 
     def blocks_per_chunk(self, group: int) -> int:
         """Blocks of `group` that one chunk holds."""
@@ -170,9 +185,16 @@ class PageMap(msgspec.Struct, frozen=True, array_like=True):
                 f"geometry {len(geometry.groups)} and {len(geometry.layers)}",
                 "Describe every group and every layer once",
             )
-        if any(count < 1 for count in self.blocks):
-            raise GeometryError("a group has no blocks", "Give every group at least one block")
-        occupied: dict[tuple[int, int], list[tuple[PlanePages, int, int]]] = {}
+        if any(not 1 <= count < 2**31 for count in self.blocks):
+            raise GeometryError(
+                "a group has no blocks, or more than block ids can name",
+                "Give every group at least one block",
+            )
+        if any(not 1 <= nbytes <= MAX_BYTES for nbytes in region_bytes):
+            raise GeometryError(
+                "a region is empty or larger than 2**60 bytes", "Export the allocations as they are"
+            )
+        occupied: dict[tuple[int, int], list[_Extent]] = {}
         for layer, planes in zip(geometry.layers, self.planes, strict=True):
             if len(planes) != layer.planes:
                 raise GeometryError(
@@ -180,15 +202,32 @@ class PageMap(msgspec.Struct, frozen=True, array_like=True):
                     "Map every plane of every layer",
                 )
             for plane in planes:
-                _check_plane(layer, plane, self.blocks[layer.group], region_bytes)
-                occupied.setdefault((layer.group, plane.region), []).append(
-                    (plane, self.blocks[layer.group], layer.page_bytes)
-                )
-        for (group, region), entries in occupied.items():
-            _check_disjoint(group, region, entries)
+                extent = _check_plane(layer, plane, self.blocks[layer.group], region_bytes)
+                occupied.setdefault((layer.group, plane.region), []).append(extent)
+        for (group, region), extents in occupied.items():
+            _check_disjoint(group, region, extents)
 
 
-def _check_plane(layer: Layer, plane: PlanePages, blocks: int, region_bytes: Sequence[int]) -> None:
+class _Extent(NamedTuple):
+    """The bytes from a plane's first page to its last, and how its pages repeat in them."""
+
+    begin: int
+    end: int
+    stride: int
+    page_bytes: int
+
+    def interleaves_with(self, other: _Extent) -> bool:
+        """Whether pages of both are apart though the extents overlap: equal strides, and pages at
+        different places within a stride."""
+        if self.stride != other.stride:
+            return False
+        gap = (other.begin - self.begin) % self.stride
+        return self.page_bytes <= gap <= self.stride - other.page_bytes
+
+
+def _check_plane(
+    layer: Layer, plane: PlanePages, blocks: int, region_bytes: Sequence[int]
+) -> _Extent:
     if not 0 <= plane.region < len(region_bytes):
         raise GeometryError(
             f"layer {layer.name!r} lies in region {plane.region} of {len(region_bytes)}",
@@ -206,21 +245,20 @@ def _check_plane(layer: Layer, plane: PlanePages, blocks: int, region_bytes: Seq
             f"layer {layer.name!r} ends at byte {end} of a region of {region_bytes[plane.region]}",
             "Check the block count, the stride and the size of the exported allocation",
         )
+    return _Extent(plane.offset_bytes, end, plane.stride_bytes, layer.page_bytes)
 
 
-def _check_disjoint(group: int, region: int, entries: list[tuple[PlanePages, int, int]]) -> None:
-    if len(entries) == 1:
-        return  # `_check_plane` has seen that the stride is no smaller than the page
-    starts = np.concatenate(
-        [plane.offset_bytes + np.arange(n) * plane.stride_bytes for plane, n, _ in entries]
-    )
-    sizes = np.concatenate([np.full(n, page_bytes) for _, n, page_bytes in entries])
-    order = np.argsort(starts, kind="stable")
-    if np.any(starts[order][:-1] + sizes[order][:-1] > starts[order][1:]):
-        raise GeometryError(
-            f"pages of group {group} overlap in region {region}",
-            "Give every plane of a group its own bytes",
-        )
+def _check_disjoint(group: int, region: int, extents: list[_Extent]) -> None:
+    """Extents lie one after another, or interleave with equal strides; anything else overlaps."""
+    open_extents: list[_Extent] = []
+    for extent in sorted(extents):
+        open_extents = [other for other in open_extents if other.end > extent.begin]
+        if not all(extent.interleaves_with(other) for other in open_extents):
+            raise GeometryError(
+                f"pages of group {group} overlap in region {region}",
+                "Give every plane of a group its own bytes",
+            )
+        open_extents.append(extent)
 
 
 def check_block_ids(

@@ -12,6 +12,7 @@ from lamina.board import TransferStatus
 from lamina.client import Retrieve
 from lamina.errors import DeviceError
 from tests.support.server import ServerThread
+from tests.support.wait import eventually
 from tests.support.worker import POISON, PageWorker, random_keys, small_geometry
 
 
@@ -59,6 +60,11 @@ def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
     worker.wait(lambda: retrieve.is_acknowledged)
 
 
+def _is_any_cancelled(server: ServerThread) -> bool:
+    in_flight = [f for session in server.server.sessions for f in session.transfers.values()]
+    return any(f.transfer.cancelled_as for f in in_flight)
+
+
 def _has_landed(retrieve: Retrieve, slices: int) -> bool:
     return retrieve.landed_slices >= slices
 
@@ -73,6 +79,8 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
     retrieve = worker.load("r", keys, target)
     server.device.loads.wait_until_held()
     worker.client.cancel(retrieve)
+    eventually(lambda: server.on_loop(lambda: _is_any_cancelled(server)))
+    worker.client.poll()
     assert not retrieve.is_over, "its copy is held at the valve and will still write"
     server.device.loads.open()
     worker.wait(lambda: retrieve.is_over)

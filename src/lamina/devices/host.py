@@ -70,6 +70,8 @@ class HostMemory:
             raise DeviceError(
                 "a region's handle is no host address", "Export regions with HostWorkerDevice"
             ) from error
+        if any(a + r.nbytes >= 2**63 for a, r in zip(self.addresses, regions, strict=True)):
+            raise DeviceError("a region ends beyond any address", "Export regions as they are")
         probe = np.empty(1, np.uint8)
         for address, region in zip(self.addresses, regions, strict=True):
             for byte in (address, address + region.nbytes - 1):
