@@ -85,6 +85,11 @@ def check_supported(vllm_config: Any) -> None:
             "Speculative decoding is not supported yet: start without it",
         ),
         (
+            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+            "sleep mode is on",
+            "vLLM discards KV in it without telling the cache: start without --enable-sleep-mode",
+        ),
+        (
             not vllm_config.cache_config.enable_prefix_caching,
             "vLLM's prefix caching is off",
             "Start with --enable-prefix-caching",

@@ -38,8 +38,16 @@ _DEGRADE = (ErrorCode.VERSION, ErrorCode.STOPPING, ErrorCode.FORBIDDEN, ErrorCod
 other is a setting of the engine's own and stops it at its start."""
 
 
+_HANDS_OVER_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
+
+
 class LaminaConnector(KVConnectorBase_V1):
     """`kv_connector` for vLLM; see `docs/vllm.md`."""
+
+    if hasattr(KVConnectorBase_V1, "_cache_hit_source"):  # from 0.32 on: a source for its metrics
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        _cache_hit_source = CacheHitSource.HOST
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -86,7 +94,7 @@ class LaminaConnector(KVConnectorBase_V1):
         except LaminaError as error:
             log.error("Lamina cannot serve this engine: %s", error)
             raise
-        self._worker = WorkerSide(self._settings, client, device, layout)
+        self._worker = WorkerSide(client, device, layout, _HANDS_OVER_MANAGER)
         if device.name != "host":
             import torch
 
@@ -163,6 +171,12 @@ class LaminaConnector(KVConnectorBase_V1):
         )
         assert self._scheduler is not None
         self._scheduler.set_identity(namespace, found.layers)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """From 0.32 on."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._scheduler is not None
+        self._scheduler.bind_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         assert self._scheduler is not None

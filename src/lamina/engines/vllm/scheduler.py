@@ -98,6 +98,7 @@ class SchedulerSide:
         self._namespace: Namespace | None = None
         self._layers = 1
         self._pool: Any = None
+        self._manager: Any = None
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -109,7 +110,12 @@ class SchedulerSide:
         self.counts = SchedulerCounts()
 
     def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool; before anything is loaded."""
         self._pool = pool
+
+    def bind_manager(self, manager: Any) -> None:
+        """vLLM's cache manager, where vLLM hands it over (from 0.32 on)."""
+        self._manager = manager
 
     def set_identity(self, namespace: Namespace, layers: int) -> None:
         """What the worker's side found out; before this nothing is looked up or stored."""
@@ -327,23 +333,41 @@ class SchedulerSide:
         return LoadSpec(**{**load.__dict__, "needs_ticket": True})
 
     def _recompute(self, load: _Load) -> None:
-        """A load failed before its request ran, and is over: the request computes instead."""
+        """A load failed before its request ran: the request computes instead.
+
+        With vLLM's manager it gets other blocks. Without, it computes in these, which is why the
+        worker's side then waits until the load is over (`worker.ACKNOWLEDGE_S`).
+        """
         request = load.tracked.request
         load.tracked.may_load = False
+        load.readers.discard(request.request_id)  # no step of its needs this load any more
+        if request.status.name not in ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"):
+            return
         self.counts.recomputed += 1
-        if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        if self._manager is not None:
+            self._manager.free(request)
+            request.num_computed_tokens = 0
+        else:
             request.num_computed_tokens = load.start_tokens
             # With nothing computed vLLM would look for a prefix again, but the request has its
             # blocks already and cannot adopt others.
             request.skip_reading_prefix_cache |= not load.start_tokens
 
     def _fail(self, load: _Load | None) -> None:
-        """A load failed after release: nobody may find its blocks in the prefix cache any more."""
+        """A load failed after release: nobody may find its blocks in the prefix cache any more.
+
+        Requests that run end in an error, which vLLM sees to. One that was promoted but has not
+        run is overlooked by vLLM: it can still compute instead, where we have the manager.
+        """
         if load is None or load.failed:
             return
         load.failed = True
         self.counts.failed += 1
         self._pool.evict_blocks(set(load.blocks))
+        name = load.tracked.request.request_id
+        waits = load.tracked.request.status.name in ("WAITING", "PREEMPTED")
+        if waits and self._manager is not None and name in self._tracked:
+            self._recompute(load)
 
     def _end_loads(self) -> None:
         """Release the blocks of loads that are over; bad ones when all who read them are gone.

@@ -18,7 +18,6 @@ import numpy as np
 from lamina.board import TransferStatus
 from lamina.client import Client, Gate, Retrieve, StepGates, Store
 from lamina.devices.base import WorkerDevice
-from lamina.engines.vllm.config import ConnectorSettings
 from lamina.engines.vllm.layout import KvLayout
 from lamina.engines.vllm.messages import LoadSpec, StepMetadata, StepReport, StoreSpec
 from lamina.engines.vllm.stats import WorkerCounts
@@ -26,7 +25,7 @@ from lamina.engines.vllm.stats import WorkerCounts
 log = logging.getLogger(__name__)
 
 ACKNOWLEDGE_S = 2.0
-"""How long a failed load of a waiting request may take to be acknowledged: then the request
+"""How long a failed load of a waiting request may take to be acknowledged where the request then
 computes in the same blocks. Past it the request ends in an error; its blocks stay held."""
 
 
@@ -54,10 +53,15 @@ class WorkerSide:
     """Called by vLLM's model runner, on the thread that launches the model."""
 
     def __init__(
-        self, settings: ConnectorSettings, client: Client, device: WorkerDevice, layout: KvLayout
+        self,
+        client: Client,
+        device: WorkerDevice,
+        layout: KvLayout,
+        recomputes_elsewhere: bool,
     ) -> None:
-        self._settings = settings
+        """`recomputes_elsewhere`: a waiting request whose load failed gets other blocks."""
         self.client = client
+        self._recomputes_elsewhere = recomputes_elsewhere
         self._device = device
         self._layer_of = layout.layer_of
         self._loads: dict[int, _Loading] = {}
@@ -180,11 +184,13 @@ class WorkerSide:
                 released.add(name)
                 self.counts.release_s += time.perf_counter() - loading.began_s
                 self.counts.releases += 1
-        elif loading.is_over:
+        elif loading.is_over or self._recomputes_elsewhere:
             released.add(name)
             report.loads_to_recompute[number] = 1
-            report.loads_over[number] = 1
-            del self._loads[number]
+            loading.released = loading.reported_failed = True  # its blocks are nobody's to read
+            if not loading.is_over:
+                assert loading.gate is not None
+                self.client.cancel(loading.gate.retrieve)
         elif loading.give_up_at_s is None:
             assert loading.gate is not None
             self.client.cancel(loading.gate.retrieve)
