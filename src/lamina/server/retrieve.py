@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
-from lamina.copies import CopyPlan, batches
+from lamina.copies import BATCH_PIECES, CopyPlan, batches
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Slice
 from lamina.server.lane import Transfer
+
+FIRST_BATCH_PIECES = 64
+"""Of a retrieve's first slice: a call's pieces are on the wire only when it returns."""
 
 
 class Landed(NamedTuple):
@@ -56,7 +59,8 @@ class RetrieveTransfer(Transfer):
     def run(self, stream: CopyStream) -> Iterator[None]:
         for part in self._slices:
             copies = self._plan.copies(part.first_layer, part.end_layer)
-            for batch in batches(copies):
+            first_pieces = BATCH_PIECES if part.number else FIRST_BATCH_PIECES
+            for batch in batches(copies, first_pieces):
                 if self.cancelled_as:
                     return
                 stream.copy(self.memory, batch)

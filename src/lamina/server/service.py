@@ -29,7 +29,7 @@ from lamina.server.lane import Lane, Lanes, Transfer
 from lamina.server.leases import LeaseTable
 from lamina.server.retrieve import Landed, RetrieveTransfer
 from lamina.server.sessions import Session, Sessions, Worker
-from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunk, make_room
+from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunks, make_room
 
 MAX_STORES_IN_FLIGHT = 256
 """Per session; stores beyond are dropped, which costs an engine nothing but a later hit."""
@@ -193,26 +193,26 @@ class Service:
         room = Room([], [])
         if len(session.transfers) < MAX_STORES_IN_FLIGHT:
             room = make_room(self._index, geometry, request.parent, request.keys)
-        plans = [
-            CopyPlan(
-                geometry,
-                worker.page_map,
-                worker.memory.addresses,
-                [chunk.address],
-                0,
-                blocks_of_chunk(geometry, block_ids, number),
-            )
-            for number, chunk in room.reserved
-        ]
+        numbers = [number for number, _ in room.reserved]
+        chosen = blocks_of_chunks(geometry, block_ids, numbers)
+        plan = CopyPlan(
+            geometry,
+            worker.page_map,
+            worker.memory.addresses,
+            [chunk.address for _, chunk in room.reserved],
+            0,
+            chosen,
+        )
         make = partial(
             StoreTransfer,
             worker.memory,
             session.board,
             request.ticket,
-            plans,
+            plan,
             len(geometry.layers),
+            max(1, *(len(ids) for ids in chosen)),
         )
-        saved = self._begin(session, request.id, worker.stores, make) if plans else None
+        saved = self._begin(session, request.id, worker.stores, make) if numbers else None
         return self._stored(session, request, room, saved)
 
     async def _stored(
@@ -222,25 +222,28 @@ class Service:
         room: Room,
         saved: Awaitable[Saved] | None,
     ) -> protocol.Stored:
-        status, whole = 0, 0
+        status = 0
         if saved is not None:
-            status, whole, _ = await saved
+            status, _ = await saved
             session.finish(request.id)
         reserved = [chunk for _, chunk in room.reserved]
-        for chunk in reserved[:whole]:
+        if status:
+            for chunk in reversed(reserved):
+                self._index.discard(chunk)
+            reserved = []
+        for chunk in reserved:
             self._index.commit(chunk)
-        for chunk in reversed(reserved[whole:]):
-            self._index.discard(chunk)
         self._index.unpin(room.held)
         present = sum(chunk.key != request.parent for chunk in room.held)
-        dropped = len(request.keys) - present - whole
+        stored = len(reserved)
+        dropped = len(request.keys) - present - stored
         self._counters.stores += 1
         self._counters.stores_failed += bool(status)
-        self._counters.stored_chunks += whole
-        self._counters.stored_bytes += sum(chunk.nbytes for chunk in reserved[:whole])
+        self._counters.stored_chunks += stored
+        self._counters.stored_bytes += sum(chunk.nbytes for chunk in reserved)
         self._counters.present_chunks += present
         self._counters.dropped_chunks += dropped
-        return protocol.Stored(request.id, status, whole, present, dropped)
+        return protocol.Stored(request.id, status, stored, present, dropped)
 
     def cancel(self, session: Session, request: protocol.Cancel) -> Awaitable[protocol.Cancelled]:
         in_flight = session.transfers.get(request.transfer)

@@ -1,4 +1,4 @@
-"""A store: chunks out of a worker's pages into the arena, one chunk after another."""
+"""A store: full chunks out of a worker's pages into the arena."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
-from lamina.copies import CopyPlan, batches
+from lamina.copies import BATCH_PIECES, CopyPlan, batches
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import BlockIds, Geometry
@@ -15,45 +15,50 @@ from lamina.server.lane import Transfer
 
 
 class Saved(NamedTuple):
-    """How a store ended: the first `whole_chunks` of its chunks have all their bytes."""
+    """How a store ended: with OK, all bytes of all its chunks are in."""
 
     status: TransferStatus
-    whole_chunks: int
     error: DeviceError | None
 
 
 class StoreTransfer(Transfer):
-    """Copies whole chunks, one per plan. `ended` is called on the lane's thread."""
+    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread.
+
+    A few layers at a time, as many as fill a batch of copies.
+    """
 
     def __init__(
         self,
         memory: EngineMemory,
         board: Board,
         ticket: int,
-        plans: list[CopyPlan],
+        plan: CopyPlan,
         layers: int,
+        pages_per_layer: int,
         ended: Callable[[Saved], None],
     ) -> None:
         super().__init__(memory, board, ticket)
-        self._plans = plans
+        self._plan = plan
         self._layers = layers
+        self._step_layers = max(1, BATCH_PIECES // pages_per_layer)
         self._ended = ended
-        self._whole = 0
+        self._is_whole = False
 
     def run(self, stream: CopyStream) -> Iterator[None]:
-        for plan in self._plans:
-            for batch in batches(plan.copies(0, self._layers)):
+        for first in range(0, self._layers, self._step_layers):
+            end = min(first + self._step_layers, self._layers)
+            for batch in batches(self._plan.copies(first, end)):
                 if self.cancelled_as:
                     return
                 stream.copy(self.memory, batch)
                 yield
-            self._whole += 1
+        self._is_whole = True
 
     def end(self, error: DeviceError | None) -> None:
         status = TransferStatus.OK
-        if self._whole < len(self._plans):
+        if not self._is_whole:
             status = self.cancelled_as or TransferStatus.COPY_FAILED
-        self._ended(Saved(status, self._whole, error))
+        self._ended(Saved(status, error))
 
 
 class Room(NamedTuple):
@@ -91,9 +96,12 @@ def make_room(index: Index, geometry: Geometry, parent_key: bytes, keys: Sequenc
     return room
 
 
-def blocks_of_chunk(
-    geometry: Geometry, block_ids: Sequence[BlockIds], number: int
+def blocks_of_chunks(
+    geometry: Geometry, block_ids: Sequence[BlockIds], numbers: Sequence[int]
 ) -> list[BlockIds]:
-    """The blocks of chunk `number` among those of a run of full chunks, one array a group."""
-    counts = [geometry.blocks_per_chunk(group) for group in range(len(geometry.groups))]
-    return [ids[number * n : (number + 1) * n] for ids, n in zip(block_ids, counts, strict=True)]
+    """The blocks of some chunks of a run of full chunks, one array a group."""
+    chosen = []
+    for group, ids in enumerate(block_ids):
+        by_chunk = ids.reshape(-1, geometry.blocks_per_chunk(group))
+        chosen.append(by_chunk[list(numbers)].reshape(-1))
+    return chosen
