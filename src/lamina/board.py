@@ -122,7 +122,10 @@ class Board:
             raise BoardError(
                 f"the board claims {slots} slots in {size} bytes", "Make it with Board.create"
             )
-        return cls(fd, slots)
+        try:
+            return cls(fd, slots)
+        except PermissionError as error:
+            raise BoardError("the board cannot be written", "Make it with Board.create") from error
 
     def close(self) -> None:
         """Unmap the board and close its descriptor. Nothing may use it afterwards."""

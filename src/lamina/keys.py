@@ -78,10 +78,8 @@ class KeyChain:
         full = len(tokens) // self._chunk_tokens
         if full <= done:
             return self.keys
-        new = np.asarray(tokens[done * self._chunk_tokens : full * self._chunk_tokens], np.int64)
-        if int(new.min()) < 0 or int(new.max()) >= 2**32:
-            raise LaminaError("a token id is outside [0, 2**32)", "Send token ids, not embeddings")
-        chunks = new.astype("<u4").reshape(full - done, self._chunk_tokens)
+        new = _checked(tokens[done * self._chunk_tokens : full * self._chunk_tokens])
+        chunks = new.reshape(full - done, self._chunk_tokens)
         for index, chunk in enumerate(chunks, start=done):
             parent = self.keys[-1] if self.keys else self._seed
             digest = hashlib.sha256(parent + chunk.tobytes())
@@ -89,6 +87,17 @@ class KeyChain:
                 digest.update(msgspec.msgpack.encode(sorted(found)))
             self.keys.append(digest.digest())
         return self.keys
+
+
+def _checked(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """Token ids as they are hashed."""
+    try:
+        ids = np.asarray(tokens, np.int64)
+        if int(ids.min()) >= 0 and int(ids.max()) < 2**32:
+            return ids.astype("<u4")
+    except OverflowError:
+        pass  # too large even to look at
+    raise LaminaError("a token id is outside [0, 2**32)", "Send token ids, not embeddings")
 
 
 def chunk_keys(namespace: Namespace, chunk_tokens: int, tokens: Tokens) -> list[bytes]:

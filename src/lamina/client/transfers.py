@@ -154,7 +154,11 @@ class Transfers:
         ticket: int | None,
         deadline_s: float,
     ) -> Retrieve:
-        """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`."""
+        """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`.
+
+        Raises `GeometryError` for a width that does not fit the layers.
+        """
+        slices = self._geometry.slices(layers_per_slice)
         slot = self._free_slots.pop()
         self._board.reset(slot)
         retrieve = Retrieve(
@@ -162,7 +166,7 @@ class Transfers:
             self._board,
             slot,
             self._bases[slot],
-            self._geometry.slices(layers_per_slice),
+            slices,
             deadline_s,
             self._connection.is_server_dead,
         )

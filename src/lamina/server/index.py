@@ -117,9 +117,12 @@ class Index:
         self.unpin([chunk])
 
     def discard(self, chunk: Chunk) -> None:
-        """A reserved chunk will not become whole: forget it."""
-        self.pins -= chunk.pins
-        chunk.pins = 0
+        """A reserved chunk will not become whole: forget it. Ends the pin of `reserve`.
+
+        Another store may still hold it as present in its chain; nobody reads it.
+        """
+        self.pins -= 1
+        chunk.pins -= 1
         self._forget(chunk)
 
     def clear(self) -> int:

@@ -67,6 +67,7 @@ class Lane:
         self._queue: deque[Transfer] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self._running: Transfer | None = None
         self._in_flight: deque[tuple[int, Transfer, DeviceError | None]] = deque()
         self._idle = threading.Event()
         self._idle.set()
@@ -76,7 +77,7 @@ class Lane:
     @property
     def queued(self) -> int:
         """Transfers that have not ended."""
-        return len(self._queue) + len(self._in_flight)
+        return len(self._queue) + (self._running is not None) + len(self._in_flight)
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
@@ -105,7 +106,11 @@ class Lane:
             except Exception:
                 log.exception("a transfer broke; its engine recomputes")
                 error = DeviceError("the server failed to run the transfer", "See its log")
-            self._in_flight.append((self._stream.mark(), transfer, error))
+            try:
+                self._in_flight.append((self._stream.mark(), transfer, error))
+            except DeviceError as caught:
+                transfer.end(error or caught)
+            self._running = None
             self._retire()
 
     def _next(self) -> Transfer | None:
@@ -117,6 +122,7 @@ class Lane:
                 for index, transfer in enumerate(self._queue):
                     if transfer.is_ready():
                         del self._queue[index]
+                        self._running = transfer
                         return transfer
                 if self._queue or self._in_flight:
                     self._changed.wait(poll_s)  # a ticket or a copy is on its way
@@ -129,10 +135,18 @@ class Lane:
                 poll_s = _FIRST_POLL_S
 
     def _retire(self) -> None:
-        """End the transfers whose copies have all taken effect, in order."""
-        while self._in_flight and self._stream.is_done(self._in_flight[0][0]):
-            _, transfer, error = self._in_flight.popleft()
-            transfer.end(error)
+        """End the transfers whose copies have all taken effect, in order.
+
+        A stream that fails moves nothing more: everything on it has failed.
+        """
+        try:
+            while self._in_flight and self._stream.is_done(self._in_flight[0][0]):
+                _, transfer, error = self._in_flight.popleft()
+                transfer.end(error)
+        except DeviceError as failure:
+            while self._in_flight:
+                _, transfer, error = self._in_flight.popleft()
+                transfer.end(error or failure)
 
     def _let_loads_go_first(self) -> None:
         if self._yields_to is not None:

@@ -72,7 +72,7 @@ class RetrieveTransfer(Transfer):
 
     def end(self, error: DeviceError | None) -> None:
         status = TransferStatus.OK
-        if self._announced < len(self._slices):
+        if error is not None or self._announced < len(self._slices):
             status = self.cancelled_as or TransferStatus.COPY_FAILED
         if status:
             self.board.fail(self._slot, status, self._base + len(self._slices))

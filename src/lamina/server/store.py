@@ -56,7 +56,7 @@ class StoreTransfer(Transfer):
 
     def end(self, error: DeviceError | None) -> None:
         status = TransferStatus.OK
-        if not self._is_whole:
+        if error is not None or not self._is_whole:
             status = self.cancelled_as or TransferStatus.COPY_FAILED
         self._ended(Saved(status, error))
 
