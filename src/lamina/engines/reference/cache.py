@@ -2,8 +2,8 @@
 
     begin   look a request's prompt up            hit       tokens the server holds, once known
     load    retrieve them into the blocks         gates     what a step must wait for
-    save    store full chunks that were computed  reap      give back blocks of ended transfers
-    end     the request is over
+    failed  loads whose blocks hold no KV         save      store full chunks that were computed
+    reap    give back blocks of ended transfers   end       the request is over
 
 A block that a retrieve may write or a store may read is held here as well as by its request, until
 the transfer is over: whatever becomes of the request, nobody else gets the block before.
@@ -15,10 +15,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lamina.board import TransferStatus
 from lamina.client import Client, Gate, ReleaseQuery, Retrieve, Store
 from lamina.engines.reference.blocks import BlockPool
 from lamina.engines.reference.request import Request
 from lamina.keys import KeyChain, Namespace
+
+OK = TransferStatus.OK
 
 
 class PrefixStore:
@@ -34,12 +37,13 @@ class PrefixStore:
         self._layers = layers
         self._chains: dict[Request, KeyChain] = {}
         self._loading: list[tuple[Gate, list[int]]] = []
+        self._given_up: list[tuple[Retrieve, list[int]]] = []
         self._saving: list[tuple[Store, list[int]]] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether no block is held for a transfer."""
-        return not self._loading and not self._saving
+        return not self._loading and not self._given_up and not self._saving
 
     def begin(self, request: Request) -> None:
         """Ask the server for the request's prefix; `hit` has the answer later."""
@@ -101,9 +105,19 @@ class PrefixStore:
         read = {block for request in requests for block in request.blocks}
         return [gate for gate, blocks in self._loading if not read.isdisjoint(blocks)]
 
-    def blocks_of(self, retrieve: Retrieve) -> list[int]:
-        """The blocks that a retrieve which is not over writes."""
-        return next((blocks for gate, blocks in self._loading if gate.retrieve is retrieve), [])
+    def failed(self) -> list[tuple[Retrieve, list[int]]]:
+        """Retrieves that have failed, with the blocks that hold no KV now; each only once.
+
+        The engine must see to whoever reads the blocks. They stay held until the server agrees
+        that it will not write them any more.
+        """
+        failed = [item for item in self._loading if item[0].retrieve.outcome]
+        for gate, blocks in failed:
+            self._loading.remove((gate, blocks))
+            self._given_up.append((gate.retrieve, blocks))
+            if not gate.retrieve.is_over:
+                self.client.cancel(gate.retrieve)
+        return [(gate.retrieve, blocks) for gate, blocks in failed]
 
     def save(self, request: Request) -> None:
         """Store the full chunks of the request that are computed and not stored yet."""
@@ -137,17 +151,15 @@ class PrefixStore:
         if request.is_over:
             self._chains.pop(request, None)
 
-    def give_up(self, retrieve: Retrieve) -> None:
-        """A retrieve has failed for us; its blocks stay held until the server agrees."""
-        if not retrieve.is_over:
-            self.client.cancel(retrieve)
-
     def reap(self) -> None:
-        """Release the blocks of transfers that are over."""
+        """Release the blocks of transfers that are over; of failed loads after `failed` told."""
         self.client.poll()
-        for gate, blocks in [item for item in self._loading if item[0].retrieve.is_over]:
-            self._loading.remove((gate, blocks))
-            self._pool.release(reversed(blocks))
+        for item in [item for item in self._loading if item[0].retrieve.outcome is OK]:
+            self._loading.remove(item)
+            self._pool.release(reversed(item[1]))
+        for given_up in [item for item in self._given_up if item[0].is_over]:
+            self._given_up.remove(given_up)
+            self._pool.release(reversed(given_up[1]))
         for store, blocks in [item for item in self._saving if item[0].is_over]:
             self._saving.remove((store, blocks))
             self._pool.release(reversed(blocks))

@@ -101,6 +101,7 @@ class ReferenceEngine:
         """One pass; returns whether anything was computed."""
         if self.store is not None:
             self.store.reap()
+            self._recompute_failed()
         work = self.scheduler.schedule()
         if not work:
             return False
@@ -114,10 +115,9 @@ class ReferenceEngine:
         )
         recomputed: set[Request] = set()
         if step_gates is not None and self.store is not None:
+            step_gates.settle()
             self.stalled_s += step_gates.waited_s
-            for retrieve in step_gates.settle():
-                blocks = self.store.blocks_of(retrieve)
-                recomputed.update(self.scheduler.recompute(retrieve, blocks))
+            recomputed = self._recompute_failed()
         for item, row in zip(work, logits, strict=True):
             if item.request not in recomputed:
                 self._advance(item, row)
@@ -140,6 +140,14 @@ class ReferenceEngine:
         if self.client is not None:
             self.client.close()
         self.memory.close()
+
+    def _recompute_failed(self) -> set[Request]:
+        """Whoever reads blocks of a failed retrieve begins again."""
+        affected: set[Request] = set()
+        if self.store is not None:
+            for retrieve, blocks in self.store.failed():
+                affected.update(self.scheduler.recompute(retrieve, blocks))
+        return affected
 
     def _span(self, item: Work) -> Span:
         request, start = item.request, item.request.computed_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lamina.board import TransferStatus
 from lamina.client import Retrieve
 from lamina.engines.reference.blocks import BlockPool
 from lamina.engines.reference.cache import PrefixStore
@@ -92,8 +91,6 @@ class Scheduler:
         They get other blocks, since the server may still write these until it agrees.
         """
         self.pool.evict(bad_blocks)
-        if self._store is not None:
-            self._store.give_up(retrieve)
         affected = [r for r in self.requests if not set(bad_blocks).isdisjoint(r.blocks)]
         for request in affected:
             owns = request.gate is not None and request.gate.retrieve is retrieve
@@ -107,14 +104,13 @@ class Scheduler:
             self._store.begin(request)
 
     def _promote(self) -> None:
-        """Release loading requests whose gates have opened."""
+        """Release loading requests whose gates have opened.
+
+        A retrieve that failed just now opens its gate too: the step then settles it as failed.
+        """
         for request in list(self.loading):
             assert request.gate is not None
             if not request.gate.is_released:
-                continue
-            retrieve = request.gate.retrieve
-            if retrieve.outcome not in (None, TransferStatus.OK):
-                self.recompute(retrieve, self._store.blocks_of(retrieve) if self._store else [])
                 continue
             self.loading.remove(request)
             self._run(request)
