@@ -107,8 +107,15 @@ class CudaMemory:
                     raise DeviceError(
                         "a region's handle is no CUDA handle", "Export with CudaWorkerDevice"
                     )
-                addresses.append(device.open_handle(handle) + _OFFSET.unpack(offset)[0])
+                base = device.open_handle(handle)
                 self._handles.append(handle)
+                begin = _OFFSET.unpack(offset)[0]
+                if begin + region.nbytes > driver.address_range(base)[1]:
+                    raise DeviceError(
+                        f"a region of {region.nbytes} bytes is larger than its allocation",
+                        "Export regions as they are",
+                    )
+                addresses.append(base + begin)
             self.addresses = tuple(addresses)
             self.board_pointer = _map_board(board)
         except DeviceError:
