@@ -6,8 +6,9 @@ cd "$(dirname "$0")/../.."
 results=${1:-.gpu/results}
 mkdir -p "$results"
 source scripts/gpu/env.sh
-nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current --format=csv,noheader
-python3 -m pytest -q tests/devices tests/gpu -p no:cacheprovider 2>&1 | tee "$results/tests.log" | tail -n 15
-python3 -m lamina.cli bench transfer --device cuda --page-bytes 64KiB,32KiB --widths 1,2,3,8,32 \
-  --concurrency 1,4 --json > "$results/h200-transfer.json"
-python3 -m lamina.bench.show "$results/h200-transfer.json"
+export COLUMNS=160
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+python3 -m pytest -q -p no:cacheprovider tests/gpu > "$results/tests.log" 2>&1 || true
+tail -n 12 "$results/tests.log"
+python3 -m lamina.cli bench transfer --device cuda --page-bytes 64KiB,32KiB --widths 1,2,8,32 \
+  --concurrency 1,4 --rounds 15 --overlap --save "$results/h200-transfer.json"

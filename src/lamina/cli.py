@@ -169,14 +169,19 @@ def bench_transfer(
     document_bytes: Annotated[str, typer.Option(help="Size of one retrieve.")] = "1GiB",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds a cell.")] = 5,
     host_link_gbps: Annotated[float | None, typer.Option(help="Throttle the host device.")] = None,
+    overlap: Annotated[
+        bool, typer.Option(help="Also computation beside transfers (a GPU and torch).")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time the server's transfers without an engine, and check every byte.
 
     Exits with 1 when a byte was wrong.
     """
+    from lamina.bench.results import TransferSpec
     from lamina.bench.show import transfer_table
-    from lamina.bench.transfer import TransferSpec, run_transfer
+    from lamina.bench.transfer import run_transfer
 
     spec = TransferSpec(
         device=device,
@@ -187,10 +192,14 @@ def bench_transfer(
         document_bytes=parse_bytes(document_bytes),
         rounds=rounds,
         link_gbps=host_link_gbps,
+        overlap=overlap,
     )
     result = run_transfer(spec)
+    text = msgspec.json.format(msgspec.json.encode(result)).decode()
+    if save is not None:
+        save.write_text(text + "\n")
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
+        typer.echo(text)
     else:
         Console().print(transfer_table(result))
     if not result.is_correct:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from rich.console import Group
 from rich.table import Table
 
-from lamina.bench.transfer import TransferResult
+from lamina.bench.results import TransferResult
 
 
-def transfer_table(result: TransferResult) -> Table:
-    """A row a cell."""
+def transfer_table(result: TransferResult) -> Group:
+    """A row a cell, and what was measured beside."""
     spec = result.spec
     table = Table(
         title=f"{spec.device}: retrieves of {spec.document_bytes / 2**30:g} GiB, {spec.layers} "
@@ -44,4 +45,16 @@ def transfer_table(result: TransferResult) -> Table:
             f"{cell.store_share_of_link:.3f}",
             f"{cell.wrong_bytes}",
         )
-    return table
+    notes = []
+    if result.server_gpu_bytes is not None:
+        notes.append(f"The server takes {result.server_gpu_bytes / 2**20:.0f} MiB of GPU memory.")
+    if (overlap := result.overlap) is not None:
+        notes.append(
+            f"Beside transfers a matrix product takes x{overlap.gemm_slowdown:.3f}, "
+            f"a memory-bound kernel x{overlap.memory_bound_slowdown:.3f}."
+        )
+        notes.append(
+            f"Gated layers: {overlap.gated_total_ms:.2f} ms for {overlap.transfer_ms:.2f} ms of "
+            f"transfer and {overlap.compute_ms:.2f} of computation; {overlap.bound_ms:.2f} is good."
+        )
+    return Group(table, *notes)

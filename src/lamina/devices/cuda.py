@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +33,6 @@ _OFFSET = struct.Struct("<Q")
 _AHEAD_BATCHES = 4
 """Batches enqueued before the oldest must be done: enough that the link never waits for the
 host, few enough that a cancelled transfer stops in two or three milliseconds."""
-_POLL_S = 50e-6
 
 
 def device_name(uuid: str) -> str:
@@ -154,10 +152,8 @@ class CudaCopyStream:
     def copy(self, memory: EngineMemory, copies: CopyList) -> None:
         self._device.make_current()
         while len(self._batches) >= _AHEAD_BATCHES:
-            if driver.is_recorded(self._batches[0]):
-                self._idle_events.append(self._batches.popleft())
-            else:
-                time.sleep(_POLL_S)
+            driver.wait_recorded(self._batches[0])
+            self._idle_events.append(self._batches.popleft())
         engine, host, size = self._device.split(copies)
         target, source = (engine, host) if self._to_device else (host, engine)
         if self._device.can_batch:

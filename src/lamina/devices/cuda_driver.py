@@ -20,7 +20,7 @@ _SUCCESS, _NOT_READY = 0, 600
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICEMAP = 1, 2
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
-_EVENT_DISABLE_TIMING = 2
+_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
 _WAIT_GEQ = 0  # cyclic: (int32)(*address - value) >= 0
 _WRITE_WITH_BARRIER = 0  # everything before it on the stream is visible system-wide first
 _ORDER_STREAM, _ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
@@ -51,6 +51,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (POINTER(_handle), c_uint),
     "cuEventRecord": (_handle, _handle),
     "cuEventQuery": (_handle,),
+    "cuEventSynchronize": (_handle,),
     "cuEventDestroy_v2": (_handle,),
     "cuMemcpyHtoDAsync_v2": (_pointer, c_void_p, c_size_t, _handle),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _pointer, c_size_t, _handle),
@@ -234,8 +235,9 @@ def wait_value(stream: int, pointer: int, value: int) -> None:
 
 
 def create_event() -> int:
+    """An event without a time, whose waiters sleep."""
     event = c_void_p()
-    _call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
+    _call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING | _EVENT_BLOCKING_SYNC)
     return int(event.value or 0)
 
 
@@ -250,6 +252,11 @@ def is_recorded(event: int) -> bool:
         return False
     _check(code, "cuEventQuery")
     return True
+
+
+def wait_recorded(event: int) -> None:
+    """Sleep until everything before the event's record is done."""
+    _call("cuEventSynchronize", event)
 
 
 def copy_one(target: int, source: int, nbytes: int, stream: int, *, to_device: bool) -> None:

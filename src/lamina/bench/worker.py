@@ -1,0 +1,229 @@
+"""A worker without an engine: KV memory full of known bytes, stored and retrieved and compared."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lamina.bench.memory import Bytes, KvSpace, kv_space
+from lamina.bench.results import Cell, TransferSpec
+from lamina.client import Client, Retrieve, Store
+from lamina.errors import LaminaError
+from lamina.geometry import BlockIds, Geometry, Group, Layer, PageMap, PlanePages
+from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings
+
+BLOCK_TOKENS = 16
+_BLOCKS_PER_CHUNK = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PATIENCE_S = 120.0
+_PERIOD_BYTES = 64  # a page repeats this many random bytes
+
+
+@dataclass
+class _Document:
+    """Its chunks' keys, the blocks it was stored from, and those it is retrieved to."""
+
+    keys: list[bytes]
+    source: BlockIds
+    target: BlockIds
+
+
+class TransferBench:
+    """A worker with KV memory for some documents: half of it to store from, half to load to.
+
+    Blocks are scattered at random, or `consecutive`. Everything is stored when it is made.
+    """
+
+    def __init__(
+        self,
+        spec: TransferSpec,
+        socket: Path,
+        page_bytes: int,
+        consecutive: bool,
+        server_pid: int,
+    ) -> None:
+        self.spec = spec
+        self.page_bytes = page_bytes
+        self.consecutive = consecutive
+        self._server_pid = server_pid
+        count = max(spec.concurrency)
+        chunks = max(1, spec.document_bytes // (page_bytes * spec.layers * _BLOCKS_PER_CHUNK))
+        blocks = chunks * _BLOCKS_PER_CHUNK
+        self.document_bytes = blocks * page_bytes * spec.layers
+        total = 2 * count * blocks
+        self.space: KvSpace = kv_space(spec.device, spec.layers, total * page_bytes)
+        order = np.arange(total, dtype=np.int32)
+        if not consecutive:
+            np.random.default_rng(0).shuffle(order)
+        parts = order.reshape(2 * count, blocks)
+        self.documents = [
+            _Document([os.urandom(32) for _ in range(chunks)], parts[2 * i], parts[2 * i + 1])
+            for i in range(count)
+        ]
+        settings = ClientSettings(socket=socket, suspect_after_ms=5_000)
+        self.client = Client(settings, self.space.device, "bench transfer")
+        self._register(total)
+        self._known = self._fill()
+        self.stored_gbps = self._store()
+
+    def close(self) -> None:
+        self.client.close()
+
+    def measure(
+        self, width: int, count: int, link_load_gbps: float, link_store_gbps: float
+    ) -> Cell:
+        """One cell: `count` retrieves at once, checked once and timed `rounds` times."""
+        self.space.poison()
+        self.retrieve(count, width)
+        wrong_bytes = self._wrong_bytes(count)
+        firsts_ms, lasts_ms = [], []
+        cpu_s = _cpu_s(self._server_pid)
+        for _ in range(self.spec.rounds):
+            first_ms, last_ms = self.retrieve(count, width)
+            firsts_ms.append(first_ms[0])
+            lasts_ms.append(max(last_ms))
+        cpu_s = _cpu_s(self._server_pid) - cpu_s
+        last_ms_median = statistics.median(lasts_ms)
+        gbps = count * self.document_bytes / last_ms_median / 1e6
+        return Cell(
+            page_bytes=self.page_bytes,
+            layers_per_slice=width,
+            concurrency=count,
+            consecutive_blocks=self.consecutive,
+            gbps=gbps,
+            share_of_link=gbps / link_load_gbps,
+            first_slice_ms=statistics.median(firsts_ms),
+            first_slice_worst_ms=max(firsts_ms),
+            last_slice_ms=last_ms_median,
+            server_cores=cpu_s / (sum(lasts_ms) / 1e3),
+            server_cpu_s_per_gib=cpu_s / (self.spec.rounds * count * self.document_bytes / 2**30),
+            store_gbps=self.stored_gbps,
+            store_share_of_link=self.stored_gbps / link_store_gbps,
+            wrong_bytes=wrong_bytes,
+        )
+
+    def retrieve(self, count: int, width: int) -> tuple[list[float], list[float]]:
+        """Retrieve `count` documents at once.
+
+        Returns for each the ms from its call to its first slice, and from the first call to its
+        last slice.
+        """
+        leases = [self._look_up(number) for number in range(count)]
+        begun = [self._retrieve(number, lease, width) for number, lease in enumerate(leases)]
+        retrieves = [retrieve for retrieve, _ in begun]
+        times = self._watch(retrieves, [started_s for _, started_s in begun])
+        self.finish(retrieves)
+        return times
+
+    def begin(self, number: int, width: int) -> tuple[Retrieve, float]:
+        """Begin to retrieve one document; also returns when."""
+        return self._retrieve(number, self._look_up(number), width)
+
+    def finish(self, retrieves: list[Retrieve]) -> None:
+        """Wait until retrieves are acknowledged."""
+        self._wait_for(lambda: all(retrieve.is_acknowledged for retrieve in retrieves))
+
+    def _look_up(self, number: int) -> int:
+        keys = self.documents[number].keys
+        found = self.client.lookup(f"{number}", keys).wait(5.0)
+        if found is None or found.chunks != len(keys):
+            raise LaminaError("stored chunks are missing", "Look at the server's log")
+        return found.lease
+
+    def _retrieve(self, number: int, lease: int, width: int) -> tuple[Retrieve, float]:
+        started_s = time.perf_counter()
+        target = self.documents[number].target
+        retrieve = self.client.retrieve(f"{number}", lease, 0, [target], width)
+        if retrieve is None:
+            raise LaminaError("the server is gone", "Look at its log")
+        return retrieve, started_s
+
+    def _watch(
+        self, retrieves: list[Retrieve], started_s: list[float]
+    ) -> tuple[list[float], list[float]]:
+        """Spin on the board, as a waiting GPU would."""
+        first_ms, last_ms = [0.0] * len(retrieves), [0.0] * len(retrieves)
+        waiting = set(range(len(retrieves)))
+        until_s = started_s[0] + _PATIENCE_S
+        while waiting:
+            for number in tuple(waiting):
+                landed, now_s = retrieves[number].landed_slices, time.perf_counter()
+                if landed and not first_ms[number]:
+                    first_ms[number] = (now_s - started_s[number]) * 1e3
+                if landed == len(retrieves[number].slices):
+                    last_ms[number] = (now_s - started_s[0]) * 1e3
+                    waiting.remove(number)
+                elif now_s > until_s:
+                    raise LaminaError("a retrieve did not end", "Look at the server's log")
+        return first_ms, last_ms
+
+    def _register(self, blocks: int) -> None:
+        geometry = Geometry(
+            DEFAULT_CHUNK_TOKENS,
+            (Group(BLOCK_TOKENS),),
+            tuple(Layer(f"{i}", 0, 1, self.page_bytes) for i in range(self.spec.layers)),
+        )
+        planes = tuple((PlanePages(i, 0, self.page_bytes),) for i in range(self.spec.layers))
+        export = self.space.device.export
+        regions = [export(address, self.space.layer_bytes) for address in self.space.addresses]
+        self.client.register(geometry, PageMap((blocks,), planes), regions)
+        self.client.connect()
+
+    def _fill(self) -> list[Bytes]:
+        """Random bytes into every block; returns, per layer, what a page repeats."""
+        rng = np.random.default_rng(1)
+        blocks = self.space.layer_bytes // self.page_bytes
+        period = min(self.page_bytes, _PERIOD_BYTES)
+        known = []
+        for address in self.space.addresses:
+            known.append(rng.integers(0, 256, (blocks, period), np.uint8))
+            pages = np.tile(known[-1], (1, self.page_bytes // period))
+            self.space.write(address, pages.reshape(-1))
+        return known
+
+    def _store(self) -> float:
+        """Store every document; returns the rate in GB/s."""
+        started_s = time.perf_counter()
+        stores: list[Store] = []
+        for document in self.documents:
+            ticket = self.client.write_ticket()
+            store = self.client.store(b"", document.keys, [document.source], ticket)
+            if store is None:
+                raise LaminaError("the server is gone", "Look at its log")
+            stores.append(store)
+        self._wait_for(lambda: all(store.is_over for store in stores))
+        elapsed_s = time.perf_counter() - started_s
+        if any(s.ended is None or s.ended.dropped or s.ended.status for s in stores):
+            raise LaminaError("a document was not stored whole", "Look at the server's log")
+        return len(stores) * self.document_bytes / elapsed_s / 1e9
+
+    def _wrong_bytes(self, count: int) -> int:
+        """Bytes of the destinations that are not the document's, over every layer."""
+        wrong = 0
+        for address, known in zip(self.space.addresses, self._known, strict=True):
+            layer = self.space.read(address, self.space.layer_bytes)
+            pages = layer.reshape(len(known), -1, known.shape[1])
+            for document in self.documents[:count]:
+                expected = known[document.source][:, None, :]
+                wrong += int((pages[document.target] != expected).sum())
+        return wrong
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        until_s = time.perf_counter() + _PATIENCE_S
+        while not condition():
+            self.client.poll()
+            if time.perf_counter() > until_s:
+                raise LaminaError("a transfer did not end", "Look at the server's log")
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process, all threads (proc(5))."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    fields = stat.rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
