@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lamina import protocol
 from lamina.bench.memory import Bytes, KvSpace, kv_space
 from lamina.bench.results import Cell, TransferSpec
 from lamina.client import Client, Retrieve, Store
@@ -22,6 +23,8 @@ BLOCK_TOKENS = 16
 _BLOCKS_PER_CHUNK = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PATIENCE_S = 120.0
+_STORE_ROUNDS = 5
+_PAUSE_S = 0.5e-3
 _PERIOD_BYTES = 64  # a page repeats this many random bytes
 
 
@@ -108,8 +111,10 @@ class TransferBench:
             wrong_bytes=wrong_bytes,
         )
 
-    def retrieve(self, count: int, width: int) -> tuple[list[float], list[float]]:
-        """Retrieve `count` documents at once.
+    def retrieve(
+        self, count: int, width: int, spin: bool = True
+    ) -> tuple[list[float], list[float]]:
+        """Retrieve `count` documents at once, watching the board without pause unless told not to.
 
         Returns for each the ms from its call to its first slice, and from the first call to its
         last slice.
@@ -117,7 +122,7 @@ class TransferBench:
         leases = [self._look_up(number) for number in range(count)]
         begun = [self._retrieve(number, lease, width) for number, lease in enumerate(leases)]
         retrieves = [retrieve for retrieve, _ in begun]
-        times = self._watch(retrieves, [started_s for _, started_s in begun])
+        times = self._watch(retrieves, [started_s for _, started_s in begun], spin)
         self.finish(retrieves)
         return times
 
@@ -145,13 +150,15 @@ class TransferBench:
         return retrieve, started_s
 
     def _watch(
-        self, retrieves: list[Retrieve], started_s: list[float]
+        self, retrieves: list[Retrieve], started_s: list[float], spin: bool
     ) -> tuple[list[float], list[float]]:
-        """Spin on the board, as a waiting GPU would."""
+        """Read the board over and over, as a waiting GPU would."""
         first_ms, last_ms = [0.0] * len(retrieves), [0.0] * len(retrieves)
         waiting = set(range(len(retrieves)))
         until_s = started_s[0] + _PATIENCE_S
         while waiting:
+            if not spin:
+                time.sleep(_PAUSE_S)
             for number in tuple(waiting):
                 landed, now_s = retrieves[number].landed_slices, time.perf_counter()
                 if landed and not first_ms[number]:
@@ -188,12 +195,21 @@ class TransferBench:
         return known
 
     def _store(self) -> float:
-        """Store every document; returns the rate in GB/s."""
+        """Store every document; returns the rate of stores like it in GB/s."""
+        rates = []
+        for _ in range(_STORE_ROUNDS):
+            throwaway = [[os.urandom(32) for _ in d.keys] for d in self.documents]
+            rates.append(self._store_once(throwaway))
+            self.client.ask(protocol.Clear)
+        self._store_once([document.keys for document in self.documents])
+        return statistics.median(rates)
+
+    def _store_once(self, keys: list[list[bytes]]) -> float:
         started_s = time.perf_counter()
         stores: list[Store] = []
-        for document in self.documents:
+        for document, document_keys in zip(self.documents, keys, strict=True):
             ticket = self.client.write_ticket()
-            store = self.client.store(b"", document.keys, [document.source], ticket)
+            store = self.client.store(b"", document_keys, [document.source], ticket)
             if store is None:
                 raise LaminaError("the server is gone", "Look at its log")
             stores.append(store)
