@@ -9,6 +9,7 @@ from lamina.client.release import (
     ReleasePolicy,
     ReleaseQuery,
     WholePolicy,
+    fixed_policy,
     policy_of,
 )
 from lamina.client.transfers import Retrieve, Store
@@ -27,5 +28,6 @@ __all__ = [
     "StepGates",
     "Store",
     "WholePolicy",
+    "fixed_policy",
     "policy_of",
 ]

@@ -95,6 +95,16 @@ class Client:
                     "Look at its log; it may be stopped or overloaded",
                 )
 
+    def try_connect(self) -> None:
+        """As `connect`, but without a server go on: it is said once, and `poll` tries again.
+
+        Raises `RequestRefusedError` all the same when the server will not have us.
+        """
+        try:
+            self.connect()
+        except ServerUnavailableError as error:
+            self.note_trouble(str(error))
+
     def ask(self, request: type[protocol.Message]) -> protocol.Reply:
         """Send a request without fields and wait for its reply, as a command line does.
 
@@ -146,6 +156,9 @@ class Client:
         link = self._link
         if link is not None:
             link.connection.pump()
+            if link.is_open and self._last_trouble:
+                log.info("%s has its cache back", self.label)
+                self._last_trouble = ""
             if link.connection.is_lost:
                 self._log_trouble(link)
                 self._drop_link()
@@ -252,7 +265,7 @@ class Client:
         try:
             self._link = self._new_link()
         except ServerUnavailableError as error:
-            self._log_once(f"going on without a cache: {error}")
+            self.note_trouble(str(error))
 
     def _drop_link(self) -> None:
         assert self._link is not None
@@ -264,9 +277,10 @@ class Client:
     def _log_trouble(self, link: Link) -> None:
         said = link.refusal or link.connection.parting_word
         reason = f"{said.cause}. {said.remedy}" if said else "the server closed the connection"
-        self._log_once(f"going on without a cache: {reason}")
+        self.note_trouble(reason)
 
-    def _log_once(self, trouble: str) -> None:
+    def note_trouble(self, trouble: str) -> None:
+        """Log why there is no cache, once however often it is tried."""
         if trouble != self._last_trouble:
-            log.warning("%s", trouble)
+            log.warning("%s goes on without a cache: %s", self.label, trouble)
         self._last_trouble = trouble

@@ -33,11 +33,14 @@ class ReleasePolicy(Protocol):
         """Called on the engine's thread."""
 
 
+@dataclass(frozen=True)
 class WholePolicy:
     """One slice of all layers: compute starts when everything has landed."""
 
+    release_after_slices: int = 1
+
     def decide(self, query: ReleaseQuery) -> Release:
-        return Release(query.layers, 1)
+        return Release(query.layers, self.release_after_slices)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class FixedPolicy:
 
 def policy_of(settings: ClientSettings) -> ReleasePolicy:
     """The policy that the settings ask for."""
-    if settings.layerwise_overlap == WHOLE:
-        return WholePolicy()
-    return FixedPolicy(settings.layerwise_overlap, settings.release_after_slices)
+    return fixed_policy(settings.layerwise_overlap, settings.release_after_slices)
+
+
+def fixed_policy(layerwise_overlap: int, release_after_slices: int) -> ReleasePolicy:
+    """`layerwise_overlap` layers a slice, `WHOLE` for all."""
+    if layerwise_overlap == WHOLE:
+        return WholePolicy(release_after_slices)
+    return FixedPolicy(layerwise_overlap, release_after_slices)

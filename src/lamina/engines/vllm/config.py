@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lamina.client import FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.client import ReleasePolicy, fixed_policy
 from lamina.errors import SettingsError
-from lamina.settings import DEFAULT_CHUNK_TOKENS, WHOLE, ClientSettings, parse_overlap
+from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings, parse_overlap
 
 _PREFIX = "lamina."
 _REQUEST_KEYS = ("layerwise_overlap", "release_after_slices", "load", "store")
@@ -50,7 +50,7 @@ class RequestSettings:
         self.store = bool(forced.get("store", True))
         width = parse_overlap(forced.get("layerwise_overlap", settings.layerwise_overlap))
         after = int(forced.get("release_after_slices", settings.release_after_slices))
-        self.policy: ReleasePolicy = FixedPolicy(width, after) if width != WHOLE else WholePolicy()
+        self.policy: ReleasePolicy = fixed_policy(width, after)
 
 
 def check_supported(vllm_config: Any) -> None:

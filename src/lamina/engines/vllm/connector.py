@@ -26,7 +26,7 @@ from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerHandsha
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
 from lamina.engines.vllm.worker import WorkerSide, device_of, export_all
-from lamina.errors import ErrorCode, LaminaError, RequestRefusedError, ServerUnavailableError
+from lamina.errors import ErrorCode, LaminaError, RequestRefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -257,14 +257,12 @@ class LaminaConnector(KVConnectorBase_V1):
     def _connect(self, client: Client) -> None:
         """Connect at the start; without a server the engine serves all the same."""
         try:
-            client.connect()
-        except ServerUnavailableError as error:
-            log.warning("serving without a cache for now: %s", error)
+            client.try_connect()
         except RequestRefusedError as error:
             if error.code not in _DEGRADE:
                 log.error("Lamina cannot serve this engine: %s", error)
                 raise
-            log.warning("serving without a cache for now: %s", error)
+            client.note_trouble(str(error))
 
     def _backend_names(self) -> str:
         layers = self._config.compilation_config.static_forward_context.values()

@@ -55,7 +55,7 @@ def layout_of(
             layer_of[name] = shared  # it uses another layer's KV
             continue
         seen[tensor.data_ptr()] = layer_of[name] = len(layers)
-        page_bytes, stride_bytes, offsets = _pages(name, tensor, num_blocks)
+        page_bytes, stride_bytes, offsets = _pages(name, tensor, num_blocks, block_tokens)
         storage = tensor.untyped_storage()
         allocation = Allocation(storage.data_ptr(), storage.nbytes())
         if allocation not in allocations:
@@ -74,7 +74,9 @@ def layout_of(
     )
 
 
-def _pages(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, list[int]]:
+def _pages(
+    name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int
+) -> tuple[int, int, list[int]]:
     """Bytes of a page, distance between pages, and where each plane's first page begins.
 
     The block dimension is the outermost whose size is a multiple of the block count (a kernel may
@@ -83,7 +85,12 @@ def _pages(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, 
     """
     item = tensor.element_size()
     dimensions = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
-    fits = [size % num_blocks == 0 and size > 0 for _, size in dimensions]
+    fits = [
+        size >= num_blocks
+        and size % num_blocks == 0
+        and block_tokens % (size // num_blocks) == 0  # kernel blocks divide a block
+        for _, size in dimensions
+    ]
     if True not in fits:
         raise GeometryError(
             f"layer {name!r} of shape {tuple(tensor.shape)} has no dimension for "
