@@ -413,18 +413,30 @@ def test_every_width_on_32_layers_equals_whole_byte_for_byte(width: int, planes:
 @given(
     st.integers(0, 5000),
     st.sampled_from([1, 4096, BATCH_BYTES // 1024, BATCH_BYTES // 10, 2 * BATCH_BYTES]),
+    st.sampled_from([1, 2, BATCH_PIECES // 4, BATCH_PIECES]),
     st.integers(0, 2**32),
 )
-def test_batches_are_a_partition_under_their_limits(pieces: int, largest: int, seed: int) -> None:
+def test_batches_are_a_partition_under_their_limits(
+    pieces: int, largest: int, first_pieces: int, seed: int
+) -> None:
     sizes = np.random.default_rng(seed).integers(1, largest + 1, pieces)
     numbers = np.arange(pieces, dtype=np.int64)
-    parts = list(batches(CopyList(numbers, 2 * numbers, sizes)))
+    parts = list(batches(CopyList(numbers, 2 * numbers, sizes), first_pieces))
     for field, whole in enumerate((numbers, 2 * numbers, sizes)):
         joined = np.concatenate([np.empty(0, np.int64), *(part[field] for part in parts)])
         assert np.array_equal(joined, whole)
-    for part in parts:
-        assert 1 <= len(part.size) <= BATCH_PIECES
+    limits = [first_pieces, *[BATCH_PIECES] * len(parts)]
+    for part, limit in zip(parts, limits, strict=False):
+        assert 1 <= len(part.size) <= limit
         assert part.nbytes <= BATCH_BYTES or len(part.size) == 1
-    for part, following in itertools.pairwise(parts):
+    for (part, following), limit in zip(itertools.pairwise(parts), limits, strict=False):
         more = part.nbytes + int(following.size[0])
-        assert len(part.size) == BATCH_PIECES or more > BATCH_BYTES, "a batch is cut too early"
+        assert len(part.size) == limit or more > BATCH_BYTES, "a batch is cut too early"
+
+
+def test_a_list_as_long_as_a_batch_is_one_batch() -> None:
+    sizes = np.full(BATCH_PIECES, BATCH_BYTES // BATCH_PIECES)
+    assert [len(part.size) for part in batches(CopyList(sizes, sizes, sizes))] == [BATCH_PIECES]
+    one_more = np.append(sizes, 1)
+    parts = [len(part.size) for part in batches(CopyList(one_more, one_more, one_more))]
+    assert parts == [BATCH_PIECES, 1]

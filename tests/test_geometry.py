@@ -188,6 +188,11 @@ _SIZE = BLOCKS * PAGE_BYTES
         (map_of(_WHOLE, _WHOLE, blocks=9), "ends at byte 900 of a region", "the block count"),
         (map_of(_WHOLE, _WHOLE), "group 0 overlap in region 0", "its own bytes"),
         (
+            map_of(PlanePages(0, 0, 100), PlanePages(0, 399, 100), blocks=4),
+            "group 0 overlap in region 0",
+            "its own bytes",
+        ),
+        (
             map_of(PlanePages(0, 0, 200), PlanePages(0, 99, 200), blocks=4),
             "group 0 overlap in region 0",
             "its own bytes",

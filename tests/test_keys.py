@@ -108,6 +108,14 @@ def test_extending_step_by_step_gives_the_keys_of_the_whole(
     assert chain.extend(tokens[:1], extras) == whole, "a shorter sequence took keys away"
 
 
+def test_extras_count_chunks_from_the_start_of_the_sequence_also_when_it_is_extended() -> None:
+    tokens, extras = list(range(12)), {1: [Extra("mm", "image")]}
+    whole = KeyChain(NAMESPACE, CHUNK_TOKENS).extend(tokens, extras)
+    chain = KeyChain(NAMESPACE, CHUNK_TOKENS)
+    chain.extend(tokens[:4], extras)
+    assert chain.extend(tokens, extras) == whole
+
+
 def test_keys_do_not_depend_on_the_type_that_holds_the_tokens() -> None:
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     expected = chunk_keys(NAMESPACE, CHUNK_TOKENS, tokens)

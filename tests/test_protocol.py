@@ -280,6 +280,7 @@ def test_a_geometry_that_does_not_add_up_is_malformed(geometry: list[Any]) -> No
 def test_endless_nesting_is_malformed(make: Callable[[int], bytes]) -> None:
     only_malformed(make(100_000))
     only_malformed(b"\x93\xa5Stats\x01" + make(100_000))
+    only_malformed(b"\x93\xa4Ping\x01" + make(100_000))  # one more field than there is
 
 
 @pytest.mark.parametrize("head", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"])

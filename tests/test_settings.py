@@ -206,6 +206,7 @@ def test_a_server_setting_out_of_range_is_refused(options: dict[str, Any], cause
         ("512 MiB", 512 << 20),
         ("1.5KiB", 1536),
         ("2kb", 2000),
+        ("3GB", 3 * 10**9),
         ("1TB", 10**12),
         ("3tib", 3 << 40),
         (" 1MB ", 10**6),

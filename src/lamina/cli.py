@@ -231,7 +231,8 @@ def main() -> None:
     try:
         app()
     except LaminaError as error:
-        Console(stderr=True).print(f"[red]lamina:[/red] {error}", highlight=False, soft_wrap=True)
+        typer.secho("lamina: ", fg="red", err=True, nl=False)
+        typer.echo(error, err=True)
         sys.exit(1)
 
 

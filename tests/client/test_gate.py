@@ -96,6 +96,7 @@ def test_a_request_that_waits_for_no_slice_is_released_at_once(begin: Begin) -> 
 
 def test_more_slices_than_there_are_means_all(begin: Begin) -> None:
     gate = Gate(begin(width=3), 99)
+    assert gate.release_after_slices == 3
     land(gate.retrieve, 2)
     assert not gate.is_released
     land(gate.retrieve)
@@ -118,6 +119,27 @@ def test_a_retrieve_that_was_given_up_releases(begin: Begin) -> None:
     gate.retrieve.force(TransferStatus.TIMED_OUT)
     assert gate.is_released
     assert gate.is_settled
+
+
+def test_a_release_is_not_taken_back_by_a_late_count_or_the_slots_next_user(begin: Begin) -> None:
+    given_up, landed = Gate(begin(), 5), Gate(begin(), 5)
+    given_up.retrieve.force(TransferStatus.TIMED_OUT)
+    assert given_up.is_released
+    land(given_up.retrieve, 1)  # by a server that is late
+    assert given_up.is_released
+    land(landed.retrieve)
+    landed.retrieve.acknowledge()
+    landed.retrieve.board.announce(landed.retrieve.slot, landed.retrieve.final_count + 1)
+    assert landed.is_released
+    assert landed.retrieve.outcome is TransferStatus.OK
+
+
+@pytest.mark.parametrize("base", [0, 100])
+def test_a_count_below_its_base_means_that_nothing_has_landed(begin: Begin, base: int) -> None:
+    gate = Gate(begin(base=base), 1)
+    gate.retrieve.board.announce(gate.retrieve.slot, base - 1)
+    assert gate.retrieve.landed_slices == 0
+    assert not gate.is_released
 
 
 @pytest.mark.parametrize(

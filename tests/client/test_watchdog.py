@@ -41,6 +41,7 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
+    world.in_flight.clear()
     world.watchdog.stop()
     world.board.close()
 
@@ -226,6 +227,11 @@ def test_the_thread_wakes_for_a_retrieve_and_forces_it(world: World) -> None:
     retrieve = world.begin()
     world.watchdog.watch()
     eventually(lambda: retrieve.outcome is TransferStatus.TIMED_OUT)
+
+
+def test_the_thread_sleeps_while_nothing_is_in_flight(world: World) -> None:
+    world.watchdog.watch()
+    eventually(lambda: not world.watchdog._wake.is_set())
 
 
 def test_the_thread_wakes_again_after_it_has_gone_idle(world: World) -> None:

@@ -154,6 +154,17 @@ def test_a_discarded_chunk_leaves_no_trace_and_its_parent_can_go() -> None:
     assert index.clear() == 2
 
 
+def test_a_chunk_that_becomes_a_leaf_twice_is_evicted_once() -> None:
+    index = index_of(2)
+    head = add(index, b"a")
+    for _ in range(2):
+        chunk = index.reserve(b"b", head, CHUNK_BYTES, LAYOUT)
+        assert chunk is not None
+        index.discard(chunk)
+    assert index.clear() == 1
+    assert (len(index), index.evicted) == (0, 1)
+
+
 def test_a_chunk_discarded_while_another_store_holds_it_keeps_the_pins_in_balance() -> None:
     """Two stores of one prompt: the second holds what the first has reserved, and the first
     fails. The second then unpins what it held."""

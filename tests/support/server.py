@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -50,6 +51,16 @@ class ServerThread:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
 
+    def after_reading(self, call: Callable[[], _T]) -> _T:
+        """The same, once the loop has read what was sent to its sockets before."""
+
+        async def run() -> _T:
+            for _ in range(2):  # whatever round we are in, the next one polls the sockets
+                await asyncio.sleep(0)
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
+
     def gauges(self) -> dict[str, float]:
         return self.on_loop(self.server.gauges)
 
@@ -69,16 +80,21 @@ class ServerThread:
 class ServerProcess:
     """`lamina serve` as a user runs it."""
 
-    def __init__(self, socket: Path, *options: str) -> None:
-        self.socket = socket
-        command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(socket), *options]
+    def __init__(self, path: Path, *options: str) -> None:
+        self.socket = path
+        command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(path), *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def wait_until_serving(self) -> None:
-        eventually(lambda: self.socket.exists() or self.process.poll() is not None)
+        """Return once it takes connections; the file alone may be a killed server's."""
+        eventually(lambda: self._takes_connections() or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()
+
+    def _takes_connections(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket)) == 0
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)

@@ -50,10 +50,25 @@ class Valve:
         with self._changed:
             self._fault = error
 
+    def heal(self) -> None:
+        """Take back a `fail_next` that no copy has met."""
+        with self._changed:
+            self._fault = None
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether the next copy will raise."""
+        return self._fault is not None
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a copy waits at the closed valve."""
+        return self._waiting and self._permits == 0
+
     def wait_until_held(self) -> None:
         """Return once a copy waits at the closed valve."""
         with self._changed:
-            held = self._changed.wait_for(lambda: self._waiting and self._permits == 0, PATIENCE_S)
+            held = self._changed.wait_for(lambda: self.is_holding, PATIENCE_S)
         assert held, "no copy came to the valve"
 
     def pass_one(self) -> None:

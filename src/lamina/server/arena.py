@@ -86,9 +86,9 @@ class Arena:
                 self.capacity_bytes + _HUGE_PAGE_BYTES,
                 flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
             )
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             raise SettingsError(
-                f"an arena of {capacity_bytes} bytes cannot be reserved: {error.strerror}",
+                f"an arena of {capacity_bytes} bytes cannot be reserved: {error}",
                 "Choose a smaller --arena",
             ) from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

@@ -33,7 +33,7 @@ class Listener:
         self._path = path
         _private_directory(path.parent)
         self._lock = _hold_lock(path)
-        path.unlink(missing_ok=True)  # a dead server's: we hold its lock
+        _remove_dead_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
@@ -52,29 +52,35 @@ class Listener:
         """Greet whoever connects, for ever; `welcome` gets those that may."""
         loop = asyncio.get_running_loop()
         greetings: set[asyncio.Task[None]] = set()
-        while True:
-            sock, _ = await loop.sock_accept(self._socket)
-            task = asyncio.create_task(_greet(sock, welcome))
-            greetings.add(task)
-            task.add_done_callback(greetings.discard)
+        try:
+            while True:
+                sock, _ = await loop.sock_accept(self._socket)
+                task = asyncio.create_task(_greet(sock, welcome))
+                greetings.add(task)
+                task.add_done_callback(greetings.discard)
+        finally:
+            for task in greetings:
+                task.cancel()
+            await asyncio.gather(*greetings, return_exceptions=True)
 
 
 async def _greet(sock: socket.socket, welcome: Welcome) -> None:
     """Check who connects before anything of theirs is read by the event loop's transport."""
-    fds: list[int] = []
-    peer: Peer | None = None
-    try:
-        peer = peer_of(sock)
-        await asyncio.wait_for(_readable(sock), GREETING_TIMEOUT_S)
-        data, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
-        board = _checked_board(peer, data, fds)
-    except (OSError, TimeoutError, asyncio.TimeoutError, LaminaError) as error:
-        for fd in fds:
-            os.close(fd)
-        _turn_away(sock, error)
-        if peer is not None:
-            peer.close()
-        return
+    with contextlib.ExitStack() as on_refusal:
+        on_refusal.callback(sock.close)
+        try:
+            peer = peer_of(sock)
+            on_refusal.callback(peer.close)
+            await asyncio.wait_for(_readable(sock), GREETING_TIMEOUT_S)
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 2, flags)
+            for fd in fds:
+                on_refusal.callback(os.close, fd)
+            board = _checked_board(peer, data, fds)
+        except (OSError, TimeoutError, asyncio.TimeoutError, LaminaError) as error:
+            _turn_away(sock, error)
+            return
+        on_refusal.pop_all()  # all of it is the session's now
     await welcome(Session(peer, board), sock)
 
 
@@ -109,7 +115,6 @@ def _turn_away(sock: socket.socket, error: Exception) -> None:
         with contextlib.suppress(OSError):
             sock.send(protocol.encode(reply))
         log.warning("turned a connection away: %s", error)
-    sock.close()
 
 
 async def _readable(sock: socket.socket) -> None:
@@ -125,6 +130,15 @@ async def _readable(sock: socket.socket) -> None:
 def _wake(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Take a dead server's socket away; whoever holds its lock may. Never anything else."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise SettingsError(f"{path} is there and no socket", "Choose another --socket")
+    path.unlink()
 
 
 def _private_directory(directory: Path) -> None:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 """How long transfers in flight may take to end before they are cut short at a stop."""
+CLOSE_GRACE_S = 1.0
+"""How long a client may then take to read its last replies."""
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
         )
         self._handlers = handlers_of(service)
         self._listener = Listener(settings.socket)
-        self._transports: dict[Session, asyncio.BaseTransport] = {}
+        self._transports: dict[Session, asyncio.Transport] = {}
         self._stop: asyncio.Event | None = None
         self.http_address: tuple[str, int] | None = None
 
@@ -182,7 +184,11 @@ class Server:
         await asyncio.sleep(0)  # the last replies are written by tasks that are ready now
         for transport in list(self._transports.values()):
             transport.close()
+        deadline = time.monotonic() + CLOSE_GRACE_S
         while self._transports:
+            if time.monotonic() > deadline:  # whoever is left does not read its replies
+                for transport in list(self._transports.values()):
+                    transport.abort()
             await asyncio.sleep(0.005)
 
 

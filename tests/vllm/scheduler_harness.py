@@ -1,0 +1,337 @@
+"""vLLM's real scheduler with both real sides of the connector; model, memory and server are toys.
+
+`Rig` turns the engine's loop as vLLM does: schedule, run, abort, update, with one more step under
+way where scheduling is asynchronous. `ScriptedClient` is the client of both sides; its loads and
+stores move only when a test or a waiting forward says so. After every scheduling pass the rig
+asserts that no block is handed out while a load writes it or a store reads it. Memory is real
+enough to be wrong: a token's KV names its whole prefix, and a request that reads anything else
+samples `WRONG`, which must never come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lamina.engines.vllm.connector import LaminaConnector
+from lamina.engines.vllm.messages import StepMetadata
+from lamina.engines.vllm.scheduler import SchedulerSide
+from tests.vllm.scheduler_config import NAMES, engine_config, kv_config
+from tests.vllm.scripted_client import BLOCK, LAYERS, ScriptedClient, Text, ToyModel
+
+MODES = ("sync", "async", "async-v2")
+"""Scheduler with runner V1; AsyncScheduler with V1; AsyncScheduler as for runner V2."""
+HAS_SYNC_FLAG = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
+"""From 0.32 on vLLM calls `start_load_kv` before the forward only if this is set."""
+HANDS_OVER_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
+"""From 0.32 on a request that waits can be given other blocks."""
+WRONG = 1
+PATIENCE = 1_000
+
+
+class Step(NamedTuple):
+    """One pass: what was scheduled, told to the worker's side, and came out."""
+
+    output: Any
+    told: StepMetadata
+    result: Any
+    written: set[int]
+
+    @property
+    def requests(self) -> dict[str, int]:
+        return dict(self.output.num_scheduled_tokens)
+
+    @property
+    def released(self) -> set[str]:
+        kv = self.result.kv_connector_output
+        return set(kv.finished_recving or ()) if kv is not None else set()
+
+
+class Rig:
+    """An engine with `blocks` blocks of which one is vLLM's null block."""
+
+    def __init__(
+        self,
+        mode: str,
+        blocks: int = 64,
+        policy: str = "fail",
+        step_tokens: int = 512,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.model = ToyModel()
+        self.memory = np.zeros((LAYERS, blocks * BLOCK), np.int64)
+        self.client = ScriptedClient(self.model, self.memory, self._check_target)
+        config = engine_config(mode != "sync", blocks, policy, step_tokens, settings or {})
+        memory = kv_config(blocks)
+        scheduler_class = config.scheduler_config.get_scheduler_cls()
+        module = "lamina.engines.vllm.connector"
+        with (
+            mock.patch(f"{module}.Client", return_value=self.client),
+            mock.patch(f"{module}.device_of", return_value=self.client),
+            mock.patch(f"{module}.export_all", return_value=[]),
+            set_current_vllm_config(config),
+        ):
+            self.scheduler = scheduler_class(
+                vllm_config=config,
+                kv_cache_config=memory,
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(config),
+                log_stats=True,
+            )
+            self.worker = LaminaConnector(config, KVConnectorRole.WORKER, memory)
+            self.worker.register_kv_caches({n: torch.zeros(blocks, 2, BLOCK, 64) for n in NAMES})
+        self.scheduler.use_v2_model_runner = mode == "async-v2"
+        self.connector = self.scheduler.connector
+        handshake = self.worker.get_handshake_metadata()
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(BLOCK, hash_function)
+        self._depth = config.max_concurrent_batches
+        self._queue: deque[Step] = deque()
+        self._tables: dict[str, set[int]] = {}  # blocks of all requests after the last pass
+        self.full_graph = False
+        """Whether the next forwards fire no layer hooks."""
+        self.steps: list[Step] = []
+        self.texts: dict[str, Text] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.requests: dict[str, Any] = {}
+        self.counts: Counter[str] = Counter()
+        """The connector's own statistics."""
+
+    # What a test does
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> None:
+        """Add a request; `options` become `lamina.*` of its `kv_transfer_params`."""
+        params = {f"lamina.{key}": value for key, value in options.items()}
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params},
+        )
+        self.texts[name] = Text(self.model, prompt)
+        self.tokens[name] = []
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+
+    def abort(self, *names: str) -> None:
+        for request in map(self.scheduler.requests.get, names):
+            if request is not None and not request.is_finished():
+                self.ended[request.request_id] = "ABORT"
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def hold(self, prompt: list[int], chunks: int | None = None) -> None:
+        """Let the server hold the first chunks of a prompt."""
+        self.client.hold(self.side._namespace, prompt, chunks)
+
+    def step(self, abort_if: Callable[[Step], Iterable[str]] = lambda step: ()) -> None:
+        """Turn the loop until an output is taken; `abort_if` names who is aborted right before."""
+        while self.scheduler.has_requests():
+            executed = self._schedule()
+            if len(self._queue) >= self._depth or not (executed or self.scheduler.has_requests()):
+                break
+        if self._queue:
+            self.abort(*abort_if(self._queue[0]))
+            self._complete()
+
+    def catch_up(self) -> None:
+        """Take the outputs of all steps under way."""
+        while self._queue:
+            self._complete()
+
+    def until(self, condition: Callable[[], Any], **options: Any) -> None:
+        """Step until `condition`, which must come."""
+        for _ in range(PATIENCE):
+            if condition():
+                return
+            self.step(**options)
+        raise AssertionError("it never came")
+
+    def run(self, *names: str) -> None:
+        """Step until these requests have ended."""
+        self.until(lambda: all(name in self.ended for name in names))
+
+    def close(self) -> None:
+        """Let all transfers end; then nothing may be left over, and each request got its tokens."""
+        self.client.is_swift = True
+        self.until(lambda: not self.scheduler.has_requests() and not self._queue)
+        assert self.free == self.blocks - 1, "blocks are lost"
+        assert not self.client.leases, "a lease is left over"
+        assert not self.connector.has_pending_push_work()
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+        for name, request in self.requests.items():
+            if self.ended[name] == "LENGTH":
+                assert len(self.tokens[name]) == request.max_tokens, f"{name} lacks tokens"
+
+    # What a test looks at
+
+    @property
+    def side(self) -> SchedulerSide:
+        side: SchedulerSide = self.connector._scheduler
+        return side
+
+    @property
+    def free(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def status(self, name: str) -> str:
+        return str(self.scheduler.requests[name].status.name)
+
+    def cached(self, blocks: Iterable[int]) -> list[int]:
+        """Those of `blocks` that are in the prefix cache."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return [block for block in blocks if pool.blocks[block].block_hash is not None]
+
+    def blocks_of(self, name: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def steps_of(self, name: str) -> list[Step]:
+        return [step for step in self.steps if name in step.requests]
+
+    def releases(self, name: str) -> int:
+        return sum(name in step.released for step in self.steps)
+
+    # The toy engine
+
+    def _schedule(self) -> bool:
+        output = self.scheduler.schedule()
+        namespace = self.side._namespace
+        if namespace is not None and namespace not in self.client.namespaces:
+            self.client.namespaces.append(namespace)
+        step = Step(output, output.kv_connector_metadata, *self._run(output))
+        self._tables = {name: set(self.blocks_of(name)) for name in self.scheduler.requests}
+        self._queue.append(step)
+        self.steps.append(step)
+        return bool(output.total_num_scheduled_tokens > 0)
+
+    def _run(self, output: Any) -> tuple[Any, set[int]]:
+        """The worker's part of a step, in the order of vLLM's model runner."""
+        self.client.advance()
+        parts = [self._part(name, n) for name, n in output.num_scheduled_tokens.items()]
+        written = {block for part in parts for block in part.written}
+        self.client.written = set().union(written, *(step.written for step in self._queue))
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        busy = self.client.busy()
+        for part in parts:
+            for block in part.written:
+                assert block not in busy, f"{part.name} writes block {block}, {busy[block]}"
+        wrong = self._forward(output, parts)
+        self.worker.clear_connector_metadata()
+        _, released = self.worker.get_finished(output.finished_req_ids)
+        kv = KVConnectorOutput(
+            finished_recving=released,
+            invalid_block_ids=set(self.worker.get_block_ids_with_load_errors()),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        names = [part.name for part in parts]
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[self._sample(part, wrong) for part in parts],
+            kv_connector_output=None if kv.is_empty() else kv,
+        )
+        return result, written
+
+    def _part(self, name: str, count: int) -> Part:
+        end = self.scheduler.requests[name].num_computed_tokens
+        return Part(name, end - count, end, np.array(self.blocks_of(name)))
+
+    def _forward(self, output: Any, parts: list[Part]) -> set[str]:
+        """Returns the requests that read KV that is not their prefix's."""
+        fires = bool(parts) and not self.full_graph
+        mode = CUDAGraphMode.FULL if self.full_graph else CUDAGraphMode.NONE
+        context = SimpleNamespace(
+            attn_metadata=object() if fires else None, cudagraph_runtime_mode=mode
+        )
+        is_early = getattr(output, "has_sync_kv_loads", True)
+        if is_early:
+            self.worker.start_load_kv(context)
+        wrong: set[str] = set()
+        for layer in range(LAYERS):
+            memory = self.memory[layer]
+            for part in parts:
+                kv = self.texts[part.name].kv(part.end)[part.start :]
+                memory[part.slots[part.start : part.end]] = 0 if part.name in wrong else kv
+            if fires:
+                self.worker.wait_for_layer_load(NAMES[layer])
+            for part in parts:
+                read = memory[part.slots[: part.start]]
+                if not np.array_equal(read, self.texts[part.name].kv(part.start)):
+                    wrong.add(part.name)
+        if not is_early:
+            self.worker.start_load_kv(context)
+        return wrong
+
+    def _sample(self, part: Part, wrong: set[str]) -> list[int]:
+        if self.scheduler.requests[part.name].is_prefill_chunk:
+            return []
+        return [WRONG if part.name in wrong else self.texts[part.name].tokens(part.end + 1)[-1]]
+
+    def _complete(self) -> None:
+        step = self._queue.popleft()
+        self._take(self.scheduler.update_from_output(step.output, step.result))
+
+    def _take(self, outputs: dict[int, Any]) -> None:
+        for each in outputs.values():
+            if each.scheduler_stats is not None:
+                self.counts.update(each.scheduler_stats.kv_connector_stats or {})
+        for output in (o for each in outputs.values() for o in each.outputs):
+            name = output.request_id
+            self.tokens[name] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ended[name] = output.finish_reason.name
+            text, given = self.texts[name], self.tokens[name]
+            expected = text.tokens(text.prompt + len(given))[text.prompt :]
+            assert given == expected, f"{name} was given a token computed on wrong KV"
+
+    def _check_target(self, request: str, blocks: list[int]) -> None:
+        """A load may write only blocks that nobody else has, and no step under way writes."""
+        assert self.client.written.isdisjoint(blocks), f"a step still writes where {request} loads"
+        for other in self.scheduler.requests.keys() - {request}:
+            # Who came in this pass may have found them in the prefix cache.
+            had = self._tables.get(other, set()).intersection(self.blocks_of(other), blocks)
+            assert not had, f"{request} loads into blocks {had} of {other}"
+
+
+class Part(NamedTuple):
+    """A request's part of a step: it computes tokens [start, end)."""
+
+    name: str
+    start: int
+    end: int
+    blocks: npt.NDArray[np.int64]
+
+    @property
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Where each token's KV lies in a layer's memory."""
+        return (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+
+    @property
+    def written(self) -> list[int]:
+        return [int(b) for b in self.blocks[self.start // BLOCK : -(-self.end // BLOCK)]]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Tokens that no other seed's prompt begins with."""
+    return [seed * 10_000 + index for index in range(length)]

@@ -1,0 +1,332 @@
+"""A toy model and a client whose transfers move only when told, with the server behind it.
+
+A token's KV is one number that stands for all tokens up to it; what the model says next follows
+from that number. So wrong KV is seen wherever it is read, and what lies in a chunk tells which key
+it must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.board import TransferStatus
+from lamina.client import MISS, LookupResult
+from lamina.keys import Namespace, chunk_keys
+
+BLOCK, CHUNK, LAYERS = 16, 32, 3
+_FIRST_WORD = 2
+_WORDS = 30_000
+_MANY_LOOKS = 1_000
+
+
+class ToyModel:
+    """Says what follows a prompt, and which tokens a KV stands for."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, int]] = {}
+
+    def kv(self, before: int, token: int) -> int:
+        """The KV of `token` after the KV `before` (0 at the start); never 0."""
+        state = hash((before, token)) or 1
+        self._before[state] = (before, token)
+        return state
+
+    def next_token(self, state: int) -> int:
+        return _FIRST_WORD + state % _WORDS
+
+    def tokens_of(self, state: int) -> list[int]:
+        """All tokens that a KV stands for; fails for garbage."""
+        tokens = []
+        while state:
+            assert state in self._before, "this is nobody's KV"
+            state, token = self._before[state]
+            tokens.append(token)
+        return tokens[::-1]
+
+
+class Text:
+    """A prompt and what the model says after it, with its KV."""
+
+    def __init__(self, model: ToyModel, prompt: Sequence[int]) -> None:
+        self._model = model
+        self.prompt = len(prompt)
+        self._tokens = list(prompt)
+        self._kv: list[int] = []
+
+    def tokens(self, count: int) -> list[int]:
+        while len(self._tokens) < count:
+            self._tokens.append(self._model.next_token(self.kv(len(self._tokens))[-1]))
+        return self._tokens[:count]
+
+    def kv(self, count: int) -> list[int]:
+        """The KV of the first `count` tokens."""
+        while len(self._kv) < count:
+            token = self.tokens(len(self._kv) + 1)[-1]
+            self._kv.append(self._model.kv(self._kv[-1] if self._kv else 0, token))
+        return self._kv[:count]
+
+
+class ScriptedLoad:
+    """Stands in for `client.Retrieve`, and for the server's copying."""
+
+    base = 0
+    board = ended = None
+
+    def __init__(
+        self,
+        client: ScriptedClient,
+        slot: int,
+        request: str,
+        lease: int,
+        blocks: list[int],
+        kv: list[int],
+        width: int,
+    ) -> None:
+        self._client = client
+        self.slot = slot
+        self.request = request
+        self.lease = lease
+        self.blocks = blocks
+        self._kv = kv
+        self._width = width
+        self.slices = range(-(-LAYERS // width))
+        self.landed_slices = 0
+        self.is_over = False
+        self._outcome: TransferStatus | None = None
+        self._looks = 0
+
+    def slice_of(self, layer: int) -> int:
+        return layer // self._width
+
+    @property
+    def outcome(self) -> TransferStatus | None:
+        self._looks = 0 if self._outcome is not None else self._looks + 1
+        assert self._looks < _MANY_LOOKS, "a step would wait forever"
+        return self._outcome
+
+    def land(self, slices: int | None = None) -> None:
+        """Let this many slices in all, or all, have landed."""
+        wanted = len(self.slices) if slices is None else slices
+        slots = slots_of(self.blocks)
+        while self._outcome is None and self.landed_slices < wanted:
+            first = self.landed_slices * self._width
+            self._client.memory[first : first + self._width, slots] = self._kv
+            self.landed_slices += 1
+        if self._outcome is None and self.landed_slices == len(self.slices):
+            self._outcome = TransferStatus.OK
+            self.end()
+
+    def fail(
+        self, is_over: bool = True, status: TransferStatus = TransferStatus.COPY_FAILED
+    ) -> None:
+        """Fail, unless it has landed; the pages may be written until it `is_over`."""
+        if self._outcome is None:
+            self._outcome = status
+            if is_over:
+                self.end()
+
+    def end(self) -> None:
+        """The server will not write again."""
+        self.is_over = True
+        self._client.leases.pop(self.lease, None)
+
+
+class ScriptedStore:
+    """Stands in for `client.Store`."""
+
+    def __init__(self, client: ScriptedClient, parent: bytes, keys: list[bytes], blocks: list[int]):
+        self._client = client
+        self.parent = parent
+        self.keys = keys
+        self.blocks = blocks
+        self.is_over = False
+        self.check()
+
+    def check(self) -> None:
+        """What is stored must be what its keys say, in all layers."""
+        memory = self._client.memory[:, slots_of(self.blocks)]
+        assert (memory == memory[0]).all(), "a chunk is stored of which some layers lack"
+        tokens = self._client.model.tokens_of(int(memory[0, -1]))
+        kv = Text(self._client.model, tokens).kv(len(tokens))
+        assert list(memory[0]) == kv[-len(memory[0]) :], "what is stored is no prefix's KV"
+        before = len(tokens) // CHUNK - len(self.keys)
+        chains = [chunk_keys(space, CHUNK, tokens) for space in self._client.namespaces]
+        parents = [chain[before - 1] if before else b"" for chain in chains]
+        assert (self.parent, self.keys) in [
+            (parent, chain[before:]) for parent, chain in zip(parents, chains, strict=True)
+        ], "what is stored has not the key of its tokens"
+
+    def end(self) -> None:
+        """The server has copied, or dropped it."""
+        if not self.is_over:
+            self.check()
+            self.is_over = True
+            for index, key in enumerate(self.keys):
+                per_chunk = CHUNK // BLOCK
+                blocks = self.blocks[index * per_chunk : (index + 1) * per_chunk]
+                kv = self._client.memory[0, slots_of(blocks)]
+                self._client.chunks.setdefault(key, [int(value) for value in kv])
+
+
+class ScriptedLookup:
+    """Stands in for `client.Lookup`: granted at once, told when the client `answers`."""
+
+    def __init__(self, client: ScriptedClient, granted: LookupResult) -> None:
+        self._client = client
+        self._granted = granted
+
+    @property
+    def result(self) -> LookupResult | None:
+        return self._granted if self._client.answers else None
+
+    def wait(self, timeout_s: float) -> LookupResult | None:
+        return self.result
+
+
+class ScriptedClient:
+    """The client of both sides; also the device whose waits make a load's slices land.
+
+    `check_target` is asked about the blocks of each new load.
+    """
+
+    name = "host"
+    lease_ttl_s = 60.0
+
+    def __init__(
+        self,
+        model: ToyModel,
+        memory: npt.NDArray[np.int64],
+        check_target: Callable[[str, list[int]], None],
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self._check_target = check_target
+        self.namespaces: list[Namespace] = []
+        self.chunks: dict[bytes, list[int]] = {}
+        self.leases: dict[int, tuple[str, list[bytes]]] = {}
+        self.loads: list[ScriptedLoad] = []
+        self.stores: list[ScriptedStore] = []
+        self.written: set[int] = set()
+        """Blocks that steps under way write."""
+        self.is_usable = True
+        self.answers = True
+        """Whether lookups are answered."""
+        self.acknowledges = True
+        """Whether a cancelled load is over at once."""
+        self.is_swift = False
+        """Whether transfers end by themselves between steps."""
+        self.doomed: dict[str, bool] = {}
+        """Requests whose loads fail when a forward waits for them; whether they are then over."""
+        self._numbers = 0
+
+    def hold(self, namespace: Any, prompt: list[int], chunks: int | None = None) -> None:
+        text = Text(self.model, prompt)
+        keys = chunk_keys(namespace, CHUNK, prompt)[:chunks]
+        for index, key in enumerate(keys):
+            self.chunks[key] = text.kv((index + 1) * CHUNK)[index * CHUNK :]
+
+    def advance(self) -> None:
+        """The time between two steps."""
+        if self.is_swift:
+            for load in self.loads:
+                load.land()
+                if not load.is_over:
+                    load.end()
+            for store in self.stores:
+                store.end()
+
+    def busy(self) -> dict[int, str]:
+        """Blocks that a transfer reads or writes, and what for."""
+        loads = {b: f"still loaded by {x.request}" for x in self.open_loads for b in x.blocks}
+        return loads | {b: "still stored" for x in self.stores if not x.is_over for b in x.blocks}
+
+    @property
+    def open_loads(self) -> list[ScriptedLoad]:
+        return [load for load in self.loads if not load.is_over]
+
+    # As `client.Client`
+
+    def register(self, *memory: Any) -> None: ...
+
+    def try_connect(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def lookup(self, request: str, keys: Sequence[bytes]) -> ScriptedLookup:
+        held = 0
+        while self.is_usable and held < len(keys) and keys[held] in self.chunks:
+            held += 1
+        if not held:
+            return ScriptedLookup(self, MISS)
+        self._end_leases(request)
+        self._numbers += 1
+        self.leases[self._numbers] = (request, list(keys[:held]))
+        return ScriptedLookup(self, LookupResult(held, self._numbers))
+
+    def retrieve(
+        self,
+        request: str,
+        lease: int,
+        start_tokens: int,
+        block_ids: Sequence[Iterable[int]],
+        layers_per_slice: int,
+        ticket: int | None = None,
+    ) -> ScriptedLoad | None:
+        blocks = [int(block) for block in block_ids[0]]
+        if not self.is_usable:
+            self.leases.pop(lease, None)  # it runs out
+            return None
+        self._check_target(request, blocks)
+        leased = [value for key in self.leases[lease][1] for value in self.chunks[key]]
+        kv = leased[start_tokens : start_tokens + len(blocks) * BLOCK]
+        slot = len(self.loads)
+        load = ScriptedLoad(self, slot, request, lease, blocks, kv, layers_per_slice)
+        self.loads.append(load)
+        return load
+
+    def cancel(self, load: ScriptedLoad) -> None:
+        load.fail(self.acknowledges, TransferStatus.CANCELLED)
+
+    def store(
+        self, parent: bytes, keys: list[bytes], block_ids: Sequence[Iterable[int]], ticket: int
+    ) -> ScriptedStore | None:
+        if not self.is_usable:
+            return None
+        store = ScriptedStore(self, parent, keys, [int(block) for block in block_ids[0]])
+        self.stores.append(store)
+        return store
+
+    def write_ticket(self, stream: Any = None) -> int:
+        return 0
+
+    def end_request(self, request: str) -> None:
+        self._end_leases(request)
+        for load in self.open_loads:
+            if load.request == request:
+                self.cancel(load)
+
+    def end_lease(self, lease: int) -> None:
+        self.leases.pop(lease, None)
+
+    # As `devices.WorkerDevice`
+
+    def wait_landed(self, board: Any, slot: int, count: int, stream: Any = None) -> None:
+        load = self.loads[slot]
+        if load.request in self.doomed:
+            load.fail(self.doomed[load.request])
+        load.land(count)
+
+    def _end_leases(self, request: str) -> None:
+        for lease in [n for n, (owner, _) in self.leases.items() if owner == request]:
+            del self.leases[lease]
+
+
+def slots_of(blocks: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Where the tokens of `blocks` lie in a layer's memory."""
+    return (np.array(blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()

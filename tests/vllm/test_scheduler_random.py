@@ -1,0 +1,117 @@
+"""vLLM's real schedulers with both sides of the connector, and everything happens at any time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm import scheduler_guards as guards
+from tests.vllm.scheduler_harness import MODES, Rig, Step, prompt
+
+EPISODES = 100
+FAMILIES = (1, 2)
+
+
+class Episode:
+    """A few requests with shared prefixes, little room, and a server that does as it likes."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self._draw = random.Random(seed)
+        blocks, step_tokens = self._draw.choice([14, 20, 40]), self._draw.choice([64, 512])
+        self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens)
+        self.rig.client.acknowledges = self._chance(0.5)
+        self.rig.client.answers = self._chance(0.8)
+        for family in FAMILIES:
+            self.rig.hold(prompt(family, 160), self._draw.randrange(6))
+
+    def run(self) -> None:
+        for index in range(self._draw.randint(20, 60)):
+            if len(self.rig.requests) < 7 and self._chance(0.4):
+                self._add(f"R{index}")
+            self._move_transfers()
+            self._disturb()
+            self.rig.step(self._abort_late)
+        self.rig.client.answers = True
+        self.rig.close()
+
+    def _chance(self, share: float) -> bool:
+        return self._draw.random() < share
+
+    def _anyone(self) -> str:
+        return self._draw.choice(sorted(self.rig.requests))
+
+    def _add(self, name: str) -> None:
+        options: dict[str, Any] = {key: False for key in ("load", "store") if self._chance(0.1)}
+        if self._chance(0.6):
+            options["release_after_slices"] = self._draw.choice([0, 1, 2])
+        asked = prompt(self._draw.choice(FAMILIES), self._draw.randint(2, 150))
+        self.rig.add(name, asked, max_tokens=self._draw.randint(1, 40), **options)
+
+    def _move_transfers(self) -> None:
+        for load in self.rig.client.open_loads:
+            if load.outcome is not None:
+                if self._chance(0.3):
+                    load.end()
+            elif self._chance(0.2):
+                load.land(load.landed_slices + 1)
+            elif self._chance(0.06):
+                load.fail(is_over=self._chance(0.5))
+        for store in self.rig.client.stores:
+            if self._chance(0.3):
+                store.end()
+
+    def _disturb(self) -> None:
+        client = self.rig.client
+        if self.rig.requests and self._chance(0.05):
+            self.rig.abort(self._anyone())
+        if self.rig.requests and self._chance(0.1):
+            client.doomed[self._anyone()] = self._chance(0.5)
+        if self._chance(0.08):
+            client.is_usable = not client.is_usable
+        if self._chance(0.1):
+            client.answers = not client.answers
+        if self._chance(0.02):
+            self.rig.connector.reset_cache()
+
+    def _abort_late(self, step: Step) -> list[str]:
+        """Right before the step's output is taken, rather those whom it releases."""
+        if step.released and self._chance(0.2):
+            return sorted(step.released)
+        return [self._anyone()] if self.rig.requests and self._chance(0.03) else []
+
+
+@pytest.mark.parametrize("seed", [131,557,888])
+@pytest.mark.parametrize("mode", MODES)
+def test_anything_at_any_time(mode: str, seed: int) -> None:
+    Episode(mode, seed).run()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        guards.without_holds,
+        guards.without_gates,
+        guards.without_cap,
+        guards.without_failures,
+        guards.without_recomputing,
+        guards.without_eviction,
+        guards.with_steps_in_flight,
+        guards.without_end_request,
+        guards.without_pending_work,
+    ],
+)
+def test_the_episodes_notice_a_missing_guard(
+    remove: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are worth something: some episode fails."""
+    remove(monkeypatch)
+    with pytest.raises(AssertionError):
+        _run_all("async")
+
+
+def _run_all(mode: str) -> None:
+    for seed in range(EPISODES):
+        Episode(mode, seed).run()
