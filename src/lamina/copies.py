@@ -104,22 +104,17 @@ def merge_adjacent(copies: CopyList) -> CopyList:
     return CopyList(engine[starts], host[starts], np.add.reduceat(size, starts))
 
 
-def batches(copies: CopyList, first_pieces: int = BATCH_PIECES) -> Iterator[CopyList]:
-    """Cut a copy list into runs of at most `BATCH_PIECES` pieces and about `BATCH_BYTES`.
-
-    The first has at most `first_pieces`: a short one is on the wire sooner.
-    """
+def batches(copies: CopyList, most_pieces: int = BATCH_PIECES) -> Iterator[CopyList]:
+    """Cut a copy list into runs of at most `most_pieces` pieces and about `BATCH_BYTES`."""
     count = len(copies.size)
-    if 0 < count <= first_pieces and count * int(copies.size.max()) <= BATCH_BYTES:
+    if 0 < count <= most_pieces and count * int(copies.size.max()) <= BATCH_BYTES:
         yield copies
         return
     start = 0
     ends = copies.size.cumsum()
     done = 0
-    most = first_pieces
     while start < count:
         by_bytes = int(ends.searchsorted(done + BATCH_BYTES, side="right"))
-        stop = max(start + 1, min(start + most, by_bytes))
-        most = BATCH_PIECES
+        stop = max(start + 1, min(start + most_pieces, by_bytes))
         yield CopyList(copies.engine[start:stop], copies.host[start:stop], copies.size[start:stop])
         start, done = stop, int(ends[stop - 1])

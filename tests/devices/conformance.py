@@ -493,7 +493,7 @@ class DeviceConformance:
     def test_a_ticket_is_never_seen_before_the_bytes_written_ahead_of_it(
         self, bench: Bench, memory: EngineMemory
     ) -> None:
-        rounds, nbytes, first = 300, 1024, 2**32 - 150
+        rounds, nbytes, first = 500, 64 << 10, 2**32 - 250
         bench.worker.write(0, np.frombuffer(_all_over(first - 1, nbytes), np.uint8))
         bench.worker.call("write_ticket", first - 1)
         eventually(lambda: bench.worker.board.ticket == first - 1)

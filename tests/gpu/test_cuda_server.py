@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lamina import protocol
 from lamina.bench.memory import POISON, CudaKvSpace
 from lamina.bench.processes import private_socket, server_process
 from lamina.board import TransferStatus
 from lamina.client import Client, Gate, Retrieve, StepGates
 from lamina.devices import cuda_driver as driver
+from lamina.devices.host import HostWorkerDevice
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.settings import ClientSettings
 from tests.support.wait import eventually
@@ -32,7 +37,7 @@ class GpuWorker:
         self.space = CudaKvSpace(LAYERS, BLOCKS * PAGE_BYTES)
         settings = {"suspect_after_ms": 5_000, **settings}
         self.client = Client(
-            ClientSettings(socket=socket, **settings),  # type: ignore[arg-type]
+            ClientSettings(socket=socket, **settings),
             self.space.device,
             "gpu test",
         )
@@ -161,3 +166,41 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
         os.kill(server.pid, signal.SIGCONT)
         worker.wait(lambda: retrieve.is_over)
         worker.client.close()
+
+
+def test_two_engines_share_the_lane_and_both_finish_in_order(worker: GpuWorker) -> None:
+    """The second engine's retrieve begins when the first's has ended, not beside it."""
+    other = GpuWorker(worker.client.settings.socket)
+    first = worker.load("first", DOCUMENT_BLOCKS, 1)
+    second = other.load("second", DOCUMENT_BLOCKS, 1)
+    order: list[tuple[int, int]] = []
+    while second.landed_slices < LAYERS:
+        order.append((first.landed_slices, second.landed_slices))
+    worker.wait(lambda: first.is_acknowledged)
+    other.wait(lambda: second.is_acknowledged)
+    assert all(done == LAYERS for done, begun in order if begun), "their slices interleaved"
+    for each in (worker, other):
+        for layer in range(LAYERS):
+            assert np.array_equal(each.read(layer, DOCUMENT_BLOCKS), each.known[layer])
+    other.client.close()
+
+
+def test_a_server_answers_within_two_seconds_while_a_large_arena_still_fills() -> None:
+    with private_socket() as socket:
+        command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(socket)]
+        began = time.monotonic()
+        server = subprocess.Popen([*command, "--arena", "64GiB"], stderr=subprocess.DEVNULL)
+        try:
+            client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "impatient")
+            eventually(lambda: socket.exists())
+            client.connect()
+            stats = client.ask(protocol.GetStats)
+            answered_s = time.monotonic() - began
+            assert isinstance(stats, protocol.Stats)
+            print(f"\nfirst answer after {answered_s:.2f} s")
+            assert answered_s <= 2.0
+            assert stats.values["arena_ready_bytes"] < stats.values["arena_capacity_bytes"]
+            client.close()
+        finally:
+            server.terminate()
+            server.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 
 import pytest
@@ -18,6 +19,8 @@ from tests.support.wait import eventually
 
 SPACE = 64
 """Addresses of the model, few enough to collide."""
+
+CPUS = os.sched_getaffinity(0)
 
 
 class FreeExtentsAgainstModel(RuleBasedStateMachine):
@@ -157,7 +160,7 @@ def test_a_filler_pins_and_then_publishes_every_segment_once_and_in_order(
         if arena.is_filled:
             filled.set()
 
-    filler = ArenaFiller(arena, lambda address, n: calls.append(("pin", address, n)), publish)
+    filler = ArenaFiller(arena, CPUS, lambda address, n: calls.append(("pin", address, n)), publish)
     assert filled.wait(20)
     filler.stop()
     segments = [
@@ -178,7 +181,7 @@ def test_a_filler_that_is_stopped_publishes_no_more(monkeypatch: pytest.MonkeyPa
         first_is_out.set()
         assert go_on.wait(20)
 
-    filler = ArenaFiller(arena, lambda address, nbytes: None, publish)
+    filler = ArenaFiller(arena, CPUS, lambda address, nbytes: None, publish)
     assert first_is_out.wait(20)
     stopper = threading.Thread(target=filler.stop)
     stopper.start()

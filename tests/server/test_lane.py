@@ -40,24 +40,29 @@ class ScriptedStream:
         self._mark = 0
         self._done = 0
         self.fault: DeviceError | None = None
-        """Raised by `is_done`, once."""
+        """Raised once, by the call named `faulty`."""
+        self.faulty = "is_done"
 
     def copy(self, memory: EngineMemory, copies: CopyList) -> None: ...
 
     def announce(self, memory: EngineMemory, slot: int, count: int) -> None: ...
 
     def mark(self) -> int:
+        self._break_in("mark")
         self._mark += 1
         return self._mark
 
     def is_done(self, mark: int) -> bool:
-        fault, self.fault = self.fault, None
-        if fault is not None:
-            raise fault
+        self._break_in("is_done")
         return not self._holds_back or mark <= self._done
 
     def complete(self, mark: int) -> None:
         self._done = mark
+
+    def _break_in(self, call: str) -> None:
+        if call == self.faulty and self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
 
 
 class Log:
@@ -353,18 +358,21 @@ def test_a_cancelled_transfer_does_not_end_while_its_last_copy_may_still_write(
     stop(lane)
 
 
+@pytest.mark.parametrize("faulty", ["mark", "is_done"])
 def test_a_stream_that_fails_with_copies_in_flight_does_not_end_the_lane(
-    lane: Lane, stream: ScriptedStream, make: Make
+    lane: Lane, stream: ScriptedStream, make: Make, faulty: str
 ) -> None:
-    """`CopyStream.is_done` may raise: a GPU reports a failed copy when it is asked for."""
-    stream.fault = DeviceError("the copy failed on the device", "Look at the driver's log")
+    """A GPU reports that a copy has failed at any later call."""
+    fault = DeviceError("the copy failed on the device", "Look at the driver's log")
+    stream.fault, stream.faulty = fault, faulty
     broken = make("t", steps=0)
     lane.submit(broken)
     broken.wait()
-    assert broken.error is not None
+    assert broken.error is fault
     following = make("next")
     lane.submit(following)
     following.wait()
+    assert following.error is None
 
 
 def test_queued_counts_every_transfer_that_has_not_ended(lane: Lane, make: Make) -> None:

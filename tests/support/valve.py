@@ -115,6 +115,9 @@ class ValvedDevice:
         self.loads = Valve()
         self.stores = Valve()
 
+    def near_cpus(self) -> set[int] | None:
+        return self._inner.near_cpus()
+
     def pin(self, address: int, nbytes: int) -> None:
         self._inner.pin(address, nbytes)
 

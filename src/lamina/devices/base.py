@@ -91,6 +91,9 @@ class CopyStream(Protocol):
 class ServerDevice(Protocol):
     """The server's side."""
 
+    def near_cpus(self) -> set[int] | None:
+        """The CPUs nearest to the device, whose memory the arena should be; None: no matter."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Make a resident segment of the arena fast to copy; on the arena filler's thread.
 

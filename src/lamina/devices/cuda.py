@@ -9,10 +9,12 @@ copy stream per direction and GPU; its host side runs ahead of the link by a bou
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,9 +257,21 @@ class CudaServerDevice:
         """Make this GPU's context current on the calling thread."""
         if getattr(self._current, "context", 0):
             return
-        self._context = self._context or driver.retain_primary_context(self._index)
+        if not self._context:
+            self._context = driver.retain_primary_context(self._index)
+            if not driver.has_batch_copy():
+                log.warning("the CUDA driver is older than 12.8: copies go one by one, slowly")
         driver.set_context(self._context)
         self._current.context = self._context
+
+    def near_cpus(self) -> set[int] | None:
+        listed = Path(f"/sys/bus/pci/devices/{driver.pci_bus_id(self._index)}/local_cpulist")
+        try:
+            ranges = [part.split("-") for part in listed.read_text().strip().split(",") if part]
+        except OSError:
+            return None
+        cpus = {cpu for r in ranges for cpu in range(int(r[0]), int(r[-1]) + 1)}
+        return cpus & os.sched_getaffinity(0) or None
 
     def pin(self, address: int, nbytes: int) -> None:
         self.make_current()

@@ -32,6 +32,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetUuid_v2": (c_char_p, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(_handle), c_int),
     "cuCtxSetCurrent": (_handle,),
     "cuCtxGetDevice": (POINTER(c_int),),
@@ -115,6 +116,13 @@ def _uuid(device: int) -> str:
     text = ctypes.create_string_buffer(16)
     _call("cuDeviceGetUuid_v2", text, device)
     return text.raw.hex()
+
+
+def pci_bus_id(device: int) -> str:
+    """Where a GPU sits, as sysfs spells it."""
+    text = ctypes.create_string_buffer(32)
+    _call("cuDeviceGetPCIBusId", text, len(text), device)
+    return text.value.decode().lower()
 
 
 def current_device_uuid() -> str:

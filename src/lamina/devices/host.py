@@ -128,6 +128,9 @@ class HostServerDevice:
     def __init__(self, link_gbps: float | None = None) -> None:
         self._link_gbps = link_gbps
 
+    def near_cpus(self) -> set[int] | None:
+        return None
+
     def pin(self, address: int, nbytes: int) -> None:
         """Nothing to do: the kernel copies from any memory."""
 

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from lamina.errors import SettingsError
 from lamina.linux import MADV_HUGEPAGE, MADV_POPULATE_WRITE, madvise
@@ -118,16 +119,21 @@ class Arena:
 
 
 class ArenaFiller:
-    """Makes an arena resident in the background, segment by segment.
+    """Makes an arena resident in the background, segment by segment, touched on `cpus`.
 
     `pin(address, nbytes)` and then `publish(nbytes)` are called per segment, on the filler's
     thread: hand `publish` over to the event loop.
     """
 
     def __init__(
-        self, arena: Arena, pin: Callable[[int, int], None], publish: Callable[[int], None]
+        self,
+        arena: Arena,
+        cpus: set[int],
+        pin: Callable[[int, int], None],
+        publish: Callable[[int], None],
     ) -> None:
         self._arena = arena
+        self._cpus = cpus
         self._pin = pin
         self._publish = publish
         self._stop = threading.Event()
@@ -139,8 +145,9 @@ class ArenaFiller:
         self._thread.join()
 
     def _fill(self) -> None:
-        threads = max(1, (os.cpu_count() or 1) // 2)
-        with ThreadPoolExecutor(threads, "lamina-touch") as pool:
+        threads = max(1, len(self._cpus) // 2)
+        move = partial(os.sched_setaffinity, 0, self._cpus)
+        with ThreadPoolExecutor(threads, "lamina-touch", move) as pool:
             for start in range(0, self._arena.capacity_bytes, SEGMENT_BYTES):
                 end = min(start + SEGMENT_BYTES, self._arena.capacity_bytes)
                 list(pool.map(self._touch, range(start, end, _FILL_PART_BYTES)))

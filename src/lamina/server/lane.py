@@ -9,6 +9,7 @@ goes next. Tickets are read by the CPU; no stream of the server waits for anothe
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -166,6 +167,11 @@ class Lanes:
     def __init__(self, devices: Mapping[str, ServerDevice]) -> None:
         self.devices = devices
         self._lanes: dict[str, DeviceLanes] = {}
+
+    def near_cpus(self) -> set[int]:
+        """The CPUs that the arena's memory should be near to: those of the devices that care."""
+        near = [cpus for device in self.devices.values() if (cpus := device.near_cpus())]
+        return set().union(*near) or os.sched_getaffinity(0)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let every device pin a segment of the arena; on the filler's thread."""

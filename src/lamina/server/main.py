@@ -99,11 +99,11 @@ class Server:
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop.set)
-        filler = ArenaFiller(
-            self.arena,
-            self.lanes.pin,
-            lambda nbytes: _call_on(loop, partial(self.arena.extend, nbytes)),
-        )
+
+        def publish(nbytes: int) -> None:
+            _call_on(loop, partial(self.arena.extend, nbytes))
+
+        filler = ArenaFiller(self.arena, self.lanes.near_cpus(), self.lanes.pin, publish)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(filler.stop)
             tasks = [
@@ -193,7 +193,9 @@ class Server:
 
 
 def _all_devices(settings: ServerSettings) -> dict[str, ServerDevice]:
-    return {HOST: HostServerDevice(settings.host_link_gbps), **server_devices()}
+    devices: dict[str, ServerDevice] = {HOST: HostServerDevice(settings.host_link_gbps)}
+    devices.update(server_devices())
+    return devices
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

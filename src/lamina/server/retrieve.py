@@ -13,8 +13,9 @@ from lamina.errors import DeviceError
 from lamina.geometry import Slice
 from lamina.server.lane import Transfer
 
-FIRST_BATCH_PIECES = 64
-"""Of a retrieve's first slice: a call's pieces are on the wire only when it returns."""
+FIRST_SLICE_BATCH_PIECES = 128
+"""A call's pieces are on the wire only when it returns: short ones begin sooner, and while one is
+on the wire there is time for the next (128 of 64 KiB are 0.15 ms of link)."""
 
 
 class Landed(NamedTuple):
@@ -59,8 +60,8 @@ class RetrieveTransfer(Transfer):
     def run(self, stream: CopyStream) -> Iterator[None]:
         for part in self._slices:
             copies = self._plan.copies(part.first_layer, part.end_layer)
-            first_pieces = BATCH_PIECES if part.number else FIRST_BATCH_PIECES
-            for batch in batches(copies, first_pieces):
+            most_pieces = BATCH_PIECES if part.number else FIRST_SLICE_BATCH_PIECES
+            for batch in batches(copies, most_pieces):
                 if self.cancelled_as:
                     return
                 stream.copy(self.memory, batch)
