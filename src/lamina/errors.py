@@ -34,6 +34,9 @@ class LaminaError(Exception):
         self.cause = cause
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[object, ...]:  # errors may cross processes by pickle
+        return type(self), (self.cause, self.remedy)
+
 
 class SettingsError(LaminaError):
     """A user setting is unknown, malformed or out of range."""
@@ -69,3 +72,6 @@ class RequestRefusedError(LaminaError):
     def __init__(self, code: ErrorCode, cause: str, remedy: str) -> None:
         super().__init__(cause, remedy)
         self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.code, self.cause, self.remedy)

@@ -92,11 +92,11 @@ class KeyChain:
 def _checked(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """Token ids as they are hashed."""
     try:
-        ids = np.asarray(tokens, np.int64)
-        if int(ids.min()) >= 0 and int(ids.max()) < 2**32:
+        ids = np.asarray(tokens)
+        if ids.dtype.kind in "iu" and int(ids.min()) >= 0 and int(ids.max()) < 2**32:
             return ids.astype("<u4")
-    except OverflowError:
-        pass  # too large even to look at
+    except (OverflowError, ValueError):
+        pass  # too large even to look at, or no numbers at all
     raise LaminaError("a token id is outside [0, 2**32)", "Send token ids, not embeddings")
 
 

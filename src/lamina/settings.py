@@ -42,7 +42,10 @@ def parse_bytes(text: str) -> int:
         raise SettingsError(
             f"{text!r} is not a size", "Use a number with a unit, such as 512MiB or 8GiB"
         )
-    return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    nbytes = float(match[1]) * _UNITS[(match[2] or "B").upper()]
+    if nbytes >= 2**63:
+        raise SettingsError(f"{text!r} is more than any memory", "Use a smaller size")
+    return int(nbytes)
 
 
 def parse_overlap(value: object) -> int:
@@ -53,7 +56,7 @@ def parse_overlap(value: object) -> int:
     text = value.strip().lower() if isinstance(value, str) else value
     if text in ("true", "false"):
         text = text == "true"
-    if isinstance(text, str) and text.isdecimal():
+    if isinstance(text, str) and text.isdecimal() and len(text) < 10:
         text = int(text)
     if isinstance(text, int) and text >= 0:
         return int(text)  # True is one layer a slice, False is WHOLE
@@ -148,7 +151,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def parse_address(text: str) -> tuple[str, int]:
     """`"127.0.0.1:9090"` → host and port. Raises `SettingsError`."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
         raise SettingsError(f"{text!r} is not host:port", "Use for example 127.0.0.1:9090")
     return host, int(port)
 

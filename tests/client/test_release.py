@@ -55,11 +55,9 @@ def test_the_overlap_setting_chooses_the_policy(overlap: object, policy: object)
 
 
 @pytest.mark.parametrize("release_after_slices", [0, 1, 7])
-def test_the_release_setting_reaches_the_policy(release_after_slices: int) -> None:
-    parsed = ClientSettings(layerwise_overlap=2, release_after_slices=release_after_slices)
-    assert policy_of(parsed).decide(query()) == Release(2, release_after_slices)
-
-
-def test_whole_transfers_are_released_when_they_have_landed_whatever_the_release_setting() -> None:
-    parsed = ClientSettings(layerwise_overlap=0, release_after_slices=0)
-    assert policy_of(parsed).decide(query()) == Release(32, 1)
+@pytest.mark.parametrize(("overlap", "width"), [(0, 32), (2, 2)])
+def test_the_release_setting_reaches_the_policy_of_whole_and_of_layered_loads(
+    overlap: int, width: int, release_after_slices: int
+) -> None:
+    parsed = ClientSettings(layerwise_overlap=overlap, release_after_slices=release_after_slices)
+    assert policy_of(parsed).decide(query()) == Release(width, release_after_slices)

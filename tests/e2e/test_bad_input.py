@@ -809,27 +809,24 @@ def test_a_client_refuses_a_width_above_the_layer_count_and_loses_no_slot(
 def test_a_client_that_never_reads_its_replies_costs_the_server_little_and_others_nothing(
     bystander: Bystander, guest: Stranger
 ) -> None:
-    guest.socket.setblocking(False)
+    transports = bystander.server.server._transports
+    (transport,) = (t for session, t in transports.items() if session.label == "guest")
+    assert isinstance(transport, asyncio.Transport)
     requests = b"".join(protocol.encode(protocol.GetStats(number)) for number in range(1000))
+    guest.socket.setblocking(False)
 
-    def is_stuck() -> bool:
-        """Whether the server has stopped reading."""
-        for _ in range(20):
-            try:
-                guest.socket.send(requests)
-            except BlockingIOError:
-                return bystander.server.after_reading(lambda: True)
-        return False
+    def is_read_no_more() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            guest.socket.send(requests)
+        return not bystander.server.after_reading(transport.is_reading)
 
-    eventually(is_stuck)
-    eventually(is_stuck)
+    eventually(is_read_no_more)
     bystander.check()
-    unsent = [
-        transport.get_write_buffer_size()
-        for transport in bystander.server.server._transports.values()
-        if isinstance(transport, asyncio.Transport)
-    ]
-    assert max(unsent) < 64 << 20
+    assert transport.get_write_buffer_size() < 16 << 20
+    guest.socket.setblocking(True)
+    for _ in range(1000):
+        assert isinstance(guest.receive(), protocol.Stats)
+    eventually(lambda: bystander.server.on_loop(transport.is_reading))
 
 
 def test_a_server_stops_while_somebody_does_not_read(socket_path: Path) -> None:

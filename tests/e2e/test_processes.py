@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import MISS, Retrieve
 from tests.support.server import ServerProcess, connected_client
-from tests.support.wait import eventually
+from tests.support.wait import PATIENCE_S, eventually
 from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 CHUNKS = 4
@@ -86,6 +87,8 @@ class _Engine:
         return bytes_of(self.worker, TARGET)
 
     def begin_to_load(self) -> int:
+        """With a second lease that is not used."""
+        self.worker.client.lookup("other", KEYS).wait(20)
         retrieve = self.worker.load("r", KEYS, TARGET)
         self.worker.wait(lambda: retrieve.landed_slices)
         return retrieve.landed_slices
@@ -146,9 +149,16 @@ def begin_retrieve(worker: PageWorker) -> Retrieve:
 
 def wait_for_layers(worker: PageWorker, retrieve: Retrieve) -> None:
     """What the compute stream does before each layer; returns when the last wait has ended."""
-    for part in retrieve.slices:
-        target = retrieve.base + part.number + 1
-        worker.client.device.wait_landed(retrieve.board, retrieve.slot, target)
+
+    def wait() -> None:
+        for part in retrieve.slices:
+            count = retrieve.base + part.number + 1
+            worker.client.device.wait_landed(retrieve.board, retrieve.slot, count)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive(), "a wait did not end"
 
 
 # Engines come and go.

@@ -76,12 +76,12 @@ def without_holds(patch: Patch) -> None:
 
 def with_blocks_of_before(patch: Patch) -> None:
     """A resumed request's blocks are added to those that it had."""
-    note = SchedulerSide._note_new_blocks
+    note = SchedulerSide._note_scheduled
 
-    def append(self: SchedulerSide, cached: Any) -> None:
-        note(self, dataclasses.replace(cached, resumed_req_ids=set()))
+    def append(self: SchedulerSide, new: Any, cached: Any) -> None:
+        note(self, new, dataclasses.replace(cached, resumed_req_ids=set()))
 
-    patch.setattr(SchedulerSide, "_note_new_blocks", append)
+    patch.setattr(SchedulerSide, "_note_scheduled", append)
 
 
 def without_cap(patch: Patch) -> None:
@@ -90,7 +90,8 @@ def without_cap(patch: Patch) -> None:
     def whole(self: SchedulerSide, tracked: Any) -> int:
         tracked.lookup = self.client.lookup(tracked.request.request_id, tracked.chain.keys)
         assert tracked.lookup.result is not None
-        return int(tracked.lookup.result.chunks * CHUNK)
+        tracked.saved_chunks = tracked.lookup.result.chunks
+        return int(tracked.saved_chunks * CHUNK)
 
     patch.setattr(SchedulerSide, "_hit", whole)
 
@@ -135,7 +136,8 @@ def without_sharers(patch: Patch) -> None:
     def only_owners(self: SchedulerSide, *arguments: Any) -> None:
         allocated(self, *arguments)
         for load in self._loads.values():
-            load.readers &= {load.tracked.request.request_id}
+            owner = load.tracked.request.request_id
+            load.readers = {n: r for n, r in load.readers.items() if n == owner}
 
     patch.setattr(SchedulerSide, "allocated", only_owners)
 

@@ -231,19 +231,21 @@ class Rig:
         parts = [self._part(name, n) for name, n in output.num_scheduled_tokens.items()]
         written = {block for part in parts for block in part.written}
         self.client.written = set().union(written, *(step.written for step in self._queue))
+        self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         busy = self.client.busy()
         for part in parts:
             for block in part.written:
                 assert block not in busy, f"{part.name} writes block {block}, {busy[block]}"
         wrong = self._forward(output, parts)
-        self.worker.clear_connector_metadata()
+        self.worker.wait_for_save()
         _, released = self.worker.get_finished(output.finished_req_ids)
         kv = KVConnectorOutput(
             finished_recving=released,
             invalid_block_ids=set(self.worker.get_block_ids_with_load_errors()),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
+        self.worker.clear_connector_metadata()
         names = [part.name for part in parts]
         result = ModelRunnerOutput(
             req_ids=names,

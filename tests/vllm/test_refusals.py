@@ -118,18 +118,8 @@ def test_speculative_decoding(start: Start, caplog: pytest.LogCaptureFixture) ->
     check_refused(caplog, make, "speculative decoding is on", "start without it")
 
 
-def test_recompute_policy_with_asynchronous_scheduling(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's CPU platform switches asynchronous scheduling off, so it is set afterwards."""
-
-    def schedule_ahead(config: VllmConfig) -> None:
-        config.scheduler_config.async_scheduling = True
-
-    recompute = {"kv_load_failure_policy": "recompute"}
-    start(transfer=recompute)
-    said(caplog)
-    make = lambda: start(transfer=recompute, change=schedule_ahead)  # noqa: E731
+def test_recompute_policy(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    make = lambda: start(transfer={"kv_load_failure_policy": "recompute"})  # noqa: E731
     check_refused(caplog, make, "'recompute'", "use 'fail'")
 
 

@@ -349,17 +349,3 @@ def test_no_room_after_the_hit_was_told(rig: Rig) -> None:
     rig.client.is_swift = True
     rig.run("A", "X")
     rig.close()
-
-
-@hazard(guards.without_end_lease, "a lease is kept")
-def test_a_hit_that_vllm_has_itself(rig: Rig) -> None:
-    """The lease goes back when the request starts, not when it ends."""
-    rig.hold(ASKED, 2)
-    rig.add("A", ASKED, load=False)
-    rig.run("A")
-    rig.add("B", ASKED)
-    assert rig.client.leases
-    rig.until(lambda: rig.steps_of("B"))
-    assert not rig.client.leases, "a lease is kept"
-    assert not rig.client.loads
-    rig.close()

@@ -83,7 +83,7 @@ class Episode:
         return [self._anyone()] if self.rig.requests and self._chance(0.03) else []
 
 
-@pytest.mark.parametrize("seed", [131,557,888])
+@pytest.mark.parametrize("seed", range(EPISODES))
 @pytest.mark.parametrize("mode", MODES)
 def test_anything_at_any_time(mode: str, seed: int) -> None:
     Episode(mode, seed).run()

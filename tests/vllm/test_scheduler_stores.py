@@ -1,4 +1,4 @@
-"""Stores, resets and the end of things under vLLM's real schedulers."""
+"""Stores, leases, resets and the end under vLLM's real schedulers, one test per hazard."""
 
 from __future__ import annotations
 
@@ -119,6 +119,20 @@ def test_preemption_while_stores_are_under_way(rig: Rig) -> None:
     rig.run("A", "Y")
     rig.close()
     assert len(rig.client.chunks) == 159 // CHUNK
+
+
+@hazard(guards.without_end_lease, "a lease is kept")
+def test_a_hit_that_vllm_has_itself(rig: Rig) -> None:
+    """The lease goes back when the request starts, not when it ends."""
+    rig.hold(prompt(1, 100), 2)
+    rig.add("A", prompt(1, 100), load=False)
+    rig.run("A")
+    rig.add("B", prompt(1, 100))
+    assert rig.client.leases
+    rig.until(lambda: rig.steps_of("B"))
+    assert not rig.client.leases, "a lease is kept"
+    assert not rig.client.loads
+    rig.close()
 
 
 @hazard(guards.without_pending_work, "it sleeps")

@@ -54,9 +54,10 @@ class Connection:
 
     def call(self, make: Callable[[int], protocol.Message], on_reply: OnReply) -> int:
         """Send `make(id)`; returns the id. `on_reply` is called by a later `pump`."""
+        frame = protocol.encode(make(self._number + 1))
         self._number += 1
         self._waiting[self._number] = on_reply
-        self._unsent += protocol.encode(make(self._number))
+        self._unsent += frame
         self._flush()
         return self._number
 

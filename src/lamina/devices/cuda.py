@@ -30,6 +30,7 @@ from lamina.linux import Peer
 from lamina.protocol import Region
 
 log = logging.getLogger(__name__)
+_thread = threading.local()  # which context is current on a thread, of all GPUs' devices
 
 _OFFSET = struct.Struct("<Q")
 _AHEAD_BATCHES = 4
@@ -245,7 +246,6 @@ class CudaServerDevice:
         self._index = index
         self._pinned = pinned
         self._context = 0
-        self._current = threading.local()
         self._opened: dict[bytes, tuple[int, int]] = {}  # handle → mapping, how many use it
 
     @property
@@ -255,14 +255,14 @@ class CudaServerDevice:
 
     def make_current(self) -> None:
         """Make this GPU's context current on the calling thread."""
-        if getattr(self._current, "context", 0):
+        if self._context and getattr(_thread, "context", 0) == self._context:
             return
         if not self._context:
             self._context = driver.retain_primary_context(self._index)
             if not driver.has_batch_copy():
                 log.warning("the CUDA driver is older than 12.8: copies go one by one, slowly")
         driver.set_context(self._context)
-        self._current.context = self._context
+        _thread.context = self._context
 
     def near_cpus(self) -> set[int] | None:
         listed = Path(f"/sys/bus/pci/devices/{driver.pci_bus_id(self._index)}/local_cpulist")

@@ -98,8 +98,9 @@ class Index:
     def reserve(self, key: bytes, parent: Chunk | None, nbytes: int, layout: bytes) -> Chunk | None:
         """Room for a chunk that is not held yet, evicting as needed; None when there is none.
 
-        The chunk comes pinned once and is not found before `commit`. While the arena still fills,
-        nothing is evicted: memory is on its way.
+        The chunk comes pinned once and is not found before `commit`. `parent` must be pinned, or it
+        might be evicted to make room for its own child. While the arena still fills, nothing is
+        evicted: memory is on its way.
         """
         assert key not in self._chunks, "reserved twice"
         while (address := self._arena.allocate(nbytes)) is None:

@@ -52,7 +52,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def run(self, stream: CopyStream) -> Iterator[None]:
-        """Enqueue everything, a batch a step. May be closed after any step."""
+        """Enqueue everything; yields before each batch, and may be closed there."""
 
     @abstractmethod
     def end(self, error: DeviceError | None) -> None:
@@ -97,7 +97,7 @@ class Lane:
         while (transfer := self._next()) is not None:
             error = None
             try:
-                for _ in transfer.run(self._stream):
+                for _ in transfer.run(self._stream):  # before each batch
                     self._retire()
                     self._let_loads_go_first()
                     if transfer.cancelled_as:

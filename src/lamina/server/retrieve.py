@@ -62,10 +62,8 @@ class RetrieveTransfer(Transfer):
             copies = self._plan.copies(part.first_layer, part.end_layer)
             most_pieces = BATCH_PIECES if part.number else FIRST_SLICE_BATCH_PIECES
             for batch in batches(copies, most_pieces):
-                if self.cancelled_as:
-                    return
-                stream.copy(self.memory, batch)
                 yield
+                stream.copy(self.memory, batch)
             self._nbytes += copies.nbytes
             stream.announce(self.memory, self._slot, self._base + part.number + 1)
             self._announced += 1

@@ -48,10 +48,8 @@ class StoreTransfer(Transfer):
         for first in range(0, self._layers, self._step_layers):
             end = min(first + self._step_layers, self._layers)
             for batch in batches(self._plan.copies(first, end)):
-                if self.cancelled_as:
-                    return
-                stream.copy(self.memory, batch)
                 yield
+                stream.copy(self.memory, batch)
         self._is_whole = True
 
     def end(self, error: DeviceError | None) -> None:

@@ -691,7 +691,7 @@ def abort_while_held(engine: Engine, server: ServerThread, request: Request) -> 
     assert_like_a_recompute(engine, neighbour)
     assert not set(engine.recorder.tables["neighbour"]) & set(blocks)
     assert not retrieve.is_over
-    server.device.loads.open()
+    server.after_reading(server.device.loads.open)
     engine.step_until_drained()
     assert retrieve.outcome is TransferStatus.CANCELLED
     assert engine.pool.num_free == engine.pool.num_blocks
@@ -747,7 +747,7 @@ def test_drain_ends_after_an_abort(
     engine.step_until(lambda: request.state is State.LOADING)
     populated.device.loads.wait_until_held()
     engine.abort(request)
-    populated.device.loads.open()
+    populated.after_reading(populated.device.loads.open)
     draining = threading.Thread(target=engine.drain, daemon=True)
     draining.start()
     draining.join(PATIENCE_S)

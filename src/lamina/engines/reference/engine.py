@@ -133,6 +133,7 @@ class ReferenceEngine:
         """Wait until no transfer holds a block any more."""
         while self.store is not None and not self.store.is_idle:
             self.store.reap()
+            self._recompute_failed()
             time.sleep(_IDLE_SLEEP_S)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
     store_decode: bool = True
     """Store what is generated too: multi-turn chat reuses answers."""
     held_blocks_share: float = 0.25
-    """How much of the KV memory may be held for stores of requests that are over."""
+    """How much of the KV memory may be held for stores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,18 +95,12 @@ def check_supported(vllm_config: Any) -> None:
             "Start with --enable-prefix-caching",
         ),
         (
-            transfer.kv_load_failure_policy == "recompute" and _recompute_is_unsafe(vllm_config),
-            "kv_load_failure_policy is 'recompute' with asynchronous scheduling or model runner V2",
-            "vLLM would emit a token computed on missing KV: use 'fail' (a load that fails before "
-            "its request runs is recomputed all the same), or --no-async-scheduling with "
-            "VLLM_USE_V2_MODEL_RUNNER=0",
+            transfer.kv_load_failure_policy == "recompute",
+            "kv_load_failure_policy is 'recompute'",
+            "vLLM would emit tokens computed on missing KV, or compute in blocks that are still "
+            "written: use 'fail' (a load that fails before its request runs is recomputed anyway)",
         ),
     ]
     for refused, cause, remedy in refusals:
         if refused:
             raise SettingsError(cause, remedy)
-
-
-def _recompute_is_unsafe(vllm_config: Any) -> bool:
-    uses_v2 = getattr(vllm_config, "use_v2_model_runner", True)
-    return bool(vllm_config.scheduler_config.async_scheduling or uses_v2)

@@ -55,6 +55,9 @@ class _Tracked:
     looked_up_s: float = 0.0
     offer: _Offer | None = None
     blocks: list[int] = field(default_factory=list)
+    admitted_tokens: int = 0
+    """Tokens that counted as computed when the request was last scheduled anew. Others may be
+    computing them in that very step, so they are confirmed only once more than they are."""
     saved_chunks: int = 0
 
 
@@ -65,7 +68,7 @@ class _Load:
     tracked: _Tracked
     start_tokens: int
     blocks: list[int]
-    readers: set[str]
+    readers: dict[str, _Tracked]
     released: bool
     failed: bool = False
     over: bool = False
@@ -102,7 +105,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
-        self._held_after_end = 0  # blocks held for stores whose request is over
+        self._held_for_stores = 0
         self._new_loads: list[LoadSpec] = []
         self._new_stores: list[StoreSpec] = []
         self._number = 0
@@ -170,7 +173,7 @@ class SchedulerSide:
             self._give_lease_back(tracked)
         for load in self._loads.values():
             if not load.failed and not set(load.blocks).isdisjoint(blocks):
-                load.readers.add(request.request_id)
+                load.readers[request.request_id] = tracked
 
     def finished(self, request: Any) -> None:
         """The request is over, however: store what is left, cancel what nobody waits for."""
@@ -178,8 +181,6 @@ class SchedulerSide:
         if tracked is None:
             return
         self._store_confirmed(tracked)
-        held = sum(len(s.blocks) for s in self._stores.values() if s.tracked is tracked)
-        self._held_after_end += held
         own = [load for load in self._loads.values() if load.tracked is tracked]
         if any(load.released for load in own):
             # Its blocks may be in vLLM's prefix cache, and others may be reading them: let it land.
@@ -193,7 +194,8 @@ class SchedulerSide:
     def build_step(self, output: Any) -> StepMetadata:
         """The metadata of the step that `output` schedules."""
         self.client.poll()
-        self._note_new_blocks(output.scheduled_cached_reqs)
+        self._note_preempted(output.preempted_req_ids or ())
+        self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
         for name in scheduled:
             tracked = self._tracked.get(name)
@@ -202,7 +204,7 @@ class SchedulerSide:
         gates = [
             number
             for number, load in self._loads.items()
-            if load.released and not load.failed and not load.readers.isdisjoint(scheduled)
+            if load.released and not load.failed and not load.readers.keys().isdisjoint(scheduled)
         ]
         bad = [load.blocks for load in self._loads.values() if load.failed]
         written = set(getattr(output, "new_block_ids_to_zero", None) or ())
@@ -250,8 +252,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is not None or self._namespace is None:
             return tracked
-        if request.prompt_embeds is not None:
-            return None  # embeddings have no token ids to name their chunks by
+        if request.prompt_embeds is not None or request.resumable:
+            return None  # no token ids to name chunks by; or a prompt that is not all there yet
         try:
             settings = RequestSettings(self._settings, request.kv_transfer_params)
         except SettingsError as error:
@@ -316,7 +318,7 @@ class SchedulerSide:
         name = tracked.request.request_id
         number = self._next_number()
         released = not offer.release.release_after_slices
-        load = _Load(tracked, offer.start_tokens, blocks, {name}, released)
+        load = _Load(tracked, offer.start_tokens, blocks, {name: tracked}, released)
         self._loads[number] = load
         self._hold(blocks)
         self._new_loads.append(
@@ -340,7 +342,8 @@ class SchedulerSide:
         """
         request = load.tracked.request
         load.tracked.may_load = False
-        load.readers.discard(request.request_id)  # no step of its needs this load any more
+        load.tracked.saved_chunks = load.start_tokens // self._settings.chunk_tokens
+        load.readers.pop(request.request_id, None)  # no step of its needs this load any more
         if request.status.name not in ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"):
             return
         self.counts.recomputed += 1
@@ -363,7 +366,12 @@ class SchedulerSide:
             return
         load.failed = True
         self.counts.failed += 1
-        self._pool.evict_blocks(set(load.blocks))
+        bad = set(load.blocks)
+        self._pool.evict_blocks(bad)
+        for reader in load.readers.values():  # and what they computed on bad blocks
+            first = next((i for i, block in enumerate(reader.blocks) if block in bad), None)
+            if first is not None:
+                self._pool.evict_blocks(set(reader.blocks[first:]))
         name = load.tracked.request.request_id
         waits = load.tracked.request.status.name in ("WAITING", "PREEMPTED")
         if waits and self._manager is not None and name in self._tracked:
@@ -376,54 +384,82 @@ class SchedulerSide:
         request that is neither waiting for its load nor running.
         """
         for number, load in list(self._loads.items()):
-            read = load.failed and not load.readers.isdisjoint(self._tracked)
-            if load.over and not read:
+            is_read = any(self._tracked.get(n) is reader for n, reader in load.readers.items())
+            if load.over and not (load.failed and is_read):
                 del self._loads[number]
                 self._release(load.blocks)
 
     # Stores
 
     def _store_confirmed(self, tracked: _Tracked) -> None:
-        """Queue a store of the full chunks that are computed, confirmed and not yet stored."""
+        """Queue a store of the full chunks that are computed, confirmed and not yet stored.
+
+        No more blocks are held for stores than `held_blocks_share` allows: what does not fit goes
+        later, or is dropped when the request is over.
+        """
         request = tracked.request
         confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        if confirmed <= tracked.admitted_tokens or not tracked.may_store:
+            return
         if not self._settings.store_decode:
             confirmed = min(confirmed, request.num_prompt_tokens)
-        full = min(confirmed, request.num_tokens) // self._settings.chunk_tokens
-        first = tracked.saved_chunks
-        if full <= first or not tracked.may_store:
+        chunk_tokens = self._settings.chunk_tokens
+        per_chunk = chunk_tokens // self._block_tokens
+        first, full = tracked.saved_chunks, min(confirmed, request.num_tokens) // chunk_tokens
+        room = max(0, self._most_held - self._held_for_stores) // per_chunk
+        end = min(full, first + room) if self.client.is_usable else first
+        if self._tracked.get(request.request_id) is not tracked:
+            self.counts.dropped_chunks += max(0, full - max(first, end))
+        if end <= first:
             return
-        per_chunk = self._settings.chunk_tokens // self._block_tokens
-        blocks = tracked.blocks[first * per_chunk : full * per_chunk]
-        is_over = request.request_id not in self._tracked
-        tracked.saved_chunks = full
-        if not self.client.is_usable:
-            return
-        if is_over and self._held_after_end + len(blocks) > self._most_held:
-            self.counts.dropped_chunks += full - first
-            return
+        blocks = tracked.blocks[first * per_chunk : end * per_chunk]
         keys = tracked.chain.extend(request.all_token_ids, tracked.extras)
         number = self._next_number()
         self._hold(blocks)
+        self._held_for_stores += len(blocks)
         self._stores[number] = _Store(tracked, blocks)
         parent = keys[first - 1] if first else b""
-        self._new_stores.append(StoreSpec(number, parent, keys[first:full], blocks))
-        self.counts.stored_chunks += full - first
+        self._new_stores.append(StoreSpec(number, parent, keys[first:end], blocks))
+        self.counts.stored_chunks += end - first
+        tracked.saved_chunks = end
 
     def _end_store(self, number: int) -> None:
         store = self._stores.pop(number)
-        if store.tracked.request.request_id not in self._tracked:
-            self._held_after_end -= len(store.blocks)
+        self._held_for_stores -= len(store.blocks)
         self._release(store.blocks)
 
     # Blocks
 
-    def _note_new_blocks(self, cached: Any) -> None:
-        """Append the blocks that running requests were given; resumed ones got all anew."""
-        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+    def _note_scheduled(self, new: Any, cached: Any) -> None:
+        """Note where newly scheduled requests begin, and the blocks that running ones were given;
+        resumed ones got theirs all anew."""
+        for data in new:
+            if (tracked := self._tracked.get(data.req_id)) is not None:
+                tracked.admitted_tokens = data.num_computed_tokens
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             tracked = self._tracked.get(name)
-            if tracked is not None and new is not None and name not in cached.resumed_req_ids:
-                tracked.blocks.extend(new[0])
+            if tracked is None:
+                continue
+            if name in cached.resumed_req_ids:
+                tracked.admitted_tokens = computed
+            elif blocks is not None:
+                tracked.blocks.extend(blocks[0])
+
+    def _note_preempted(self, names: Iterable[str]) -> None:
+        """A preempted request reads no load any more.
+
+        vLLM 0.26 preempts requests whose step is under way and later delivers its token. If that
+        step has read a load that may yet fail, the token is not to be trusted: have it discarded.
+        """
+        for name in names:
+            for load in self._loads.values():
+                tracked = load.readers.pop(name, None)
+                if tracked is not None and hasattr(tracked.request, "async_tokens_to_discard"):
+                    request = tracked.request
+                    request.async_tokens_to_discard += request.num_output_placeholders
+                    request.num_output_placeholders = 0
 
     def _hold(self, blocks: list[int]) -> None:
         self._pool.touch([self._pool.blocks[block] for block in blocks])
