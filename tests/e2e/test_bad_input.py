@@ -1031,7 +1031,7 @@ def test_commands_without_a_server_say_how_to_start_one(
     [
         (["--arena", "lots"], ["'lots' is not a size", "512MiB"]),
         (["--arena", "1KiB"], ["arena_bytes is 1024", "at least 4096"]),
-        (["--arena", "999999999TiB"], ["cannot be reserved", "smaller --arena"]),
+        (["--arena", "999999TiB"], ["cannot be reserved", "smaller --arena"]),
         (["--chunk-tokens", "0"], ["chunk_tokens is 0"]),
         (["--lease-ttl-s", "-1"], ["lease_ttl_s is -1", "positive"]),
         (["--lease-ttl-s", "nan"], ["lease_ttl_s is nan", "positive"]),
