@@ -22,6 +22,7 @@ from lamina.settings import (
     default_socket,
     parse_address,
     parse_bytes,
+    parse_counts,
     parse_overlap,
 )
 
@@ -296,3 +297,10 @@ def test_the_default_socket_is_in_a_directory_of_this_user(monkeypatch: pytest.M
     assert default_socket() == Path("/run/user/7/lamina/lamina.sock")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert default_socket() == Path(f"/tmp/lamina-{os.getuid()}/lamina.sock")
+
+
+def test_lists_of_counts() -> None:
+    assert parse_counts("1, 8,32") == (1, 8, 32)
+    for text in ("", "a", "1,", "0", "-1", "1.5", "9" * 5000):
+        with pytest.raises(SettingsError, match="no list of counts"):
+            parse_counts(text)

@@ -26,6 +26,7 @@ from lamina.settings import (
     ServerSettings,
     default_socket,
     parse_bytes,
+    parse_counts,
 )
 
 app = typer.Typer(
@@ -187,8 +188,8 @@ def bench_transfer(
         device=device,
         layers=layers,
         page_bytes=tuple(parse_bytes(size) for size in page_bytes.split(",")),
-        widths=tuple(int(width) for width in widths.split(",")),
-        concurrency=tuple(int(count) for count in concurrency.split(",")),
+        widths=parse_counts(widths),
+        concurrency=parse_counts(concurrency),
         document_bytes=parse_bytes(document_bytes),
         rounds=rounds,
         link_gbps=host_link_gbps,

@@ -48,6 +48,14 @@ def parse_bytes(text: str) -> int:
     return int(nbytes)
 
 
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`"1,8,32"` → (1, 8, 32). Raises `SettingsError`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+        raise SettingsError(f"{text!r} is no list of counts", "Use for example 1,8,32")
+    return tuple(int(part) for part in parts)
+
+
 def parse_overlap(value: object) -> int:
     """The `layerwise_overlap` setting as layers a slice, `WHOLE` for whole transfers.
 
@@ -112,10 +120,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             name = key[len(prefix) :]
             if name not in known:
-                close = difflib.get_close_matches(key, known.values(), n=1)
-                hint = (
-                    f"Did you mean {close[0]}?" if close else "Known: " + ", ".join(known.values())
-                )
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = "Known: " + ", ".join(known.values())
+                if close:
+                    hint = f"Did you mean {known[close[0]]}?"
                 raise SettingsError(f"there is no setting {key!r}", hint)
             found[name] = parse_overlap(value) if name == "layerwise_overlap" else value
         try:

@@ -272,8 +272,9 @@ def _memfd(nbytes: int, seals: int, header: bytes = b"") -> int:
 
 
 _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_HEADER = Board.create(SLOTS)
-_GOOD_BYTES, _GOOD_HEADER = _HEADER.nbytes, os.pread(_HEADER.fd, 16, 0)
+_GOOD = Board.create(SLOTS)
+_GOOD_BYTES, _GOOD_HEADER = _GOOD.nbytes, os.pread(_GOOD.fd, 16, 0)
+_GOOD.close()
 
 
 @pytest.mark.parametrize(

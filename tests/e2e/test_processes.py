@@ -20,6 +20,7 @@ import pytest
 from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import MISS, Retrieve
+from lamina.errors import ServerUnavailableError
 from tests.support.server import ServerProcess, connected_client
 from tests.support.wait import PATIENCE_S, eventually
 from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
@@ -334,6 +335,14 @@ def test_sigterm_answers_what_is_in_flight_and_leaves_no_socket(
     assert worker.client.quarantined == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_is_graceful_as_soon_as_connections_are_taken(
+    start_server: StartServer, socket_path: Path, number: signal.Signals
+) -> None:
+    assert start_server().stop(number) == 0
+    assert not socket_path.exists()
+
+
 def test_sigint_is_as_graceful_as_sigterm(start_server: StartServer, socket_path: Path) -> None:
     server = start_server()
     client = connected_client(socket_path)
@@ -364,3 +373,19 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no MemAvailable in /proc/meminfo")
+
+
+def test_asking_over_a_lost_connection_says_so_at_once(socket_path: Path) -> None:
+    server = ServerProcess(socket_path, "--arena", "1MiB")
+    try:
+        server.wait_until_serving()
+        client = connected_client(socket_path)
+        server.stop(signal.SIGKILL)
+        with pytest.raises(ServerUnavailableError, match="gave no answer"):
+            client.ask(protocol.Ping)
+        client.poll()
+        with pytest.raises(ServerUnavailableError, match="gave no answer"):
+            client.ask(protocol.Ping)
+        client.close()
+    finally:
+        server.stop(signal.SIGKILL)

@@ -110,12 +110,12 @@ class Client:
 
         Raises `RequestRefusedError` or `ServerUnavailableError`.
         """
-        assert self._link is not None, "connect first"
         replies: list[protocol.Reply | None] = []
-        self._link.connection.call(request, replies.append)
-        until_s = time.monotonic() + self.settings.connect_timeout_ms / 1000
-        while not replies and (left_s := until_s - time.monotonic()) > 0:
-            self._link.connection.wait(left_s)
+        if self._link is not None and self._link.is_open:
+            self._link.connection.call(request, replies.append)
+            until_s = time.monotonic() + self.settings.connect_timeout_ms / 1000
+            while not replies and (left_s := until_s - time.monotonic()) > 0:
+                self._link.connection.wait(left_s)
         reply = replies[0] if replies else None
         if isinstance(reply, protocol.ErrorReply):
             raise RequestRefusedError(reply.code, reply.cause, reply.remedy)

@@ -40,7 +40,6 @@ class Listener:
             self._socket.bind(os.fspath(path))
         finally:
             os.umask(before)
-        self._socket.listen(128)
         self._socket.setblocking(False)
 
     def close(self) -> None:
@@ -49,7 +48,11 @@ class Listener:
         os.close(self._lock)
 
     async def serve(self, welcome: Welcome) -> None:
-        """Greet whoever connects, for ever; `welcome` gets those that may."""
+        """Greet whoever connects, for ever; `welcome` gets those that may.
+
+        Nobody can connect before, so that a server that is connected to can be stopped in order.
+        """
+        self._socket.listen(128)
         loop = asyncio.get_running_loop()
         greetings: set[asyncio.Task[None]] = set()
         try:

@@ -87,7 +87,16 @@ class ReferenceEngine:
         policy: ReleasePolicy | None = None,
         save: bool = True,
     ) -> Request:
-        """Queue a request: without a `policy` it loads nothing, without `save` stores nothing."""
+        """Queue a request: without a `policy` it loads nothing, without `save` stores nothing.
+
+        Raises `ValueError` for one that the KV memory could never hold.
+        """
+        most = self.pool.num_blocks * self.model.config.block_tokens
+        if len(prompt) + max_new_tokens > most:
+            raise ValueError(
+                f"a request of {len(prompt)} + {max_new_tokens} tokens does not fit the KV memory "
+                f"of {most}; use more blocks"
+            )
         request = Request(name, list(prompt), max_new_tokens, policy, save)
         self.scheduler.add(request)
         return request
