@@ -1,0 +1,286 @@
+"""What a user sets and types: settings, commands and the HTTP port; errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import lamina
+from lamina import protocol
+from lamina.cli import main
+from lamina.errors import SettingsError
+from lamina.server.main import Server
+from lamina.settings import ClientSettings
+from tests.e2e.strangers import (
+    BLOCKS,
+    GEOMETRY,
+    Bystander,
+    Stranger,
+)
+from tests.support.server import ServerThread, connected_client
+from tests.support.wait import PATIENCE_S
+from tests.support.worker import PageWorker, random_keys
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lamina.layerwise_overlaps": 1}, ["lamina.layerwise_overlap?"]),
+        ({"lamina.nonsense": 1}, ["no setting 'lamina.nonsense'"]),
+        ({"lamina.layerwise_overlap": "many"}, ["'many'", "number of layers"]),
+        ({"lamina.layerwise_overlap": -1}, ["-1", "number of layers"]),
+        ({"lamina.layerwise_overlap": 1.5}, ["1.5", "number of layers"]),
+        ({"lamina.layerwise_overlap": None}, ["None", "number of layers"]),
+        ({"lamina.retrieve_timeout_ms": "soon"}, ["retrieve_timeout_ms"]),
+        ({"lamina.retrieve_timeout_ms": 0}, ["retrieve_timeout_ms is 0", "at least 1"]),
+        ({"lamina.suspect_after_ms": -5}, ["suspect_after_ms is -5", "at least 1"]),
+        ({"lamina.chunk_tokens": 0}, ["chunk_tokens is 0", "at least 1"]),
+        ({"lamina.socket": "/" + "s" * 200}, ["longer than 107 bytes", "shorter path"]),
+        ({"lamina.socket": 7}, ["socket"]),
+    ],
+    ids=str,
+)
+def test_an_engines_settings_are_refused_with_the_reason(
+    values: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        ClientSettings.parse({"other.setting": 1, **values})
+    for word in words:
+        assert word in str(refusal.value)
+    assert refusal.value.remedy
+
+
+# The command line.
+
+
+class Said(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def assert_one_line_error(self, *words: str) -> None:
+        assert self.code == 1, self
+        assert self.out == ""
+        assert self.err.startswith("lamina: ")
+        assert self.err.count("\n") == 1, "an error is one line"
+        for word in words:
+            assert word in self.err, self
+
+
+Cli = Callable[..., Said]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a `lamina` command in this process; a server that starts all the same stops at once."""
+
+    def run_and_stop(server: Server, ready: Callable[[], None] | None = None) -> Awaitable[None]:
+        return serve(server, lambda: server.stop())
+
+    serve = Server.run
+    monkeypatch.setattr(Server, "run", run_and_stop)
+
+    def run(*arguments: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["lamina", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code
+        assert code is None or isinstance(code, int)
+        return Said(code or 0, *capsys.readouterr())
+
+    return run
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version") == Said(0, f"{lamina.__version__}\n", "")
+
+
+def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> None:
+    worker = PageWorker(socket_path, GEOMETRY, BLOCKS)
+    worker.save(random_keys(3), range(12))
+    said = cli("status", "--socket", str(socket_path))
+    assert said.code == 0
+    assert "chunks" in said.out
+    values = json.loads(cli("status", "--socket", str(socket_path), "--json").out)
+    assert (values["chunks"], values["stores"], values["sessions"]) == (3, 1, 2)
+    assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 3 chunks\n", "")
+    assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 0 chunks\n", "")
+    worker.close()
+
+
+@pytest.mark.parametrize("command", ["status", "clear"])
+@pytest.mark.parametrize("name", ["s", "[red]s", "[/red]"], ids=["plain", "markup", "end-markup"])
+def test_commands_without_a_server_say_how_to_start_one(
+    socket_path: Path, cli: Cli, command: str, name: str
+) -> None:
+    path = str(socket_path.parent / name)
+    said = cli(command, "--socket", path)
+    said.assert_one_line_error("no Lamina server answers", path, "`lamina serve`")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--arena", "lots"], ["'lots' is not a size", "512MiB"]),
+        (["--arena", "1KiB"], ["arena_bytes is 1024", "at least 4096"]),
+        (["--arena", "999999TiB"], ["cannot be reserved", "smaller --arena"]),
+        (["--chunk-tokens", "0"], ["chunk_tokens is 0"]),
+        (["--lease-ttl-s", "-1"], ["lease_ttl_s is -1", "positive"]),
+        (["--lease-ttl-s", "nan"], ["lease_ttl_s is nan", "positive"]),
+        (["--host-link-gbps", "0"], ["host_link_gbps is 0", "positive"]),
+        (["--http", "everywhere"], ["'everywhere' is not host:port"]),
+        (["--http", "127.0.0.1:99999"], ["is not host:port"]),
+        (["--http", "no.such.host.invalid:80"], ["no.such.host.invalid", "--http"]),
+        (["--log-level", "loud"], ["'loud'", "INFO"]),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_a_malformed_server_setting_is_one_line(
+    socket_path: Path, cli: Cli, options: list[str], words: list[str]
+) -> None:
+    said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB", *options)
+    said.assert_one_line_error(*words)
+    assert not socket_path.exists()
+
+
+def test_a_socket_path_that_is_too_long(tmp_path: Path, cli: Cli) -> None:
+    said = cli("serve", "--socket", str(tmp_path / ("s" * 108)))
+    said.assert_one_line_error("longer than 107 bytes", "shorter path")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--arenas", "1MiB"], "--arena"),
+        (["--chunk-tokens", "many"], "--chunk-tokens"),
+        (["--lease-ttl-s", "long"], "--lease-ttl-s"),
+    ],
+    ids=str,
+)
+def test_an_unknown_option_is_a_usage_error(cli: Cli, options: list[str], word: str) -> None:
+    said = cli("serve", *options)
+    assert said.code == 2
+    assert word in said.err
+
+
+def test_a_second_server_on_the_same_socket_names_the_first(
+    bystander: Bystander, socket_path: Path, cli: Cli
+) -> None:
+    said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB")
+    said.assert_one_line_error(f"(pid {os.getpid()})", str(socket_path), "another --socket")
+    assert socket_path.exists(), "it took the socket away"
+
+
+def test_a_runtime_directory_that_others_can_read(socket_path: Path, cli: Cli) -> None:
+    socket_path.parent.mkdir(mode=0o755)
+    socket_path.parent.chmod(0o755)
+    said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB")
+    said.assert_one_line_error("not private", f"chmod 700 {socket_path.parent}")
+    assert not socket_path.exists()
+
+
+def test_a_runtime_directory_that_is_a_file(socket_path: Path, cli: Cli) -> None:
+    socket_path.parent.write_text("not a directory")
+    said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB")
+    said.assert_one_line_error("cannot be used", "another --socket")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_is_no_socket_is_not_taken_away(socket_path: Path, cli: Cli, kind: str) -> None:
+    socket_path.parent.mkdir(mode=0o700)
+    if kind == "file":
+        socket_path.write_text("precious")
+    else:
+        socket_path.mkdir()
+    said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB")
+    said.assert_one_line_error(str(socket_path), "another --socket")
+    assert socket_path.is_dir() or socket_path.read_text() == "precious"
+
+
+def test_an_http_port_that_is_taken(socket_path: Path, cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB", "--http", address)
+    said.assert_one_line_error(f"{address} cannot be served", "another --http")
+    assert not socket_path.exists()
+
+
+def test_errors_of_the_real_command_are_one_line_too(
+    server: ServerThread, socket_path: Path
+) -> None:
+    command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(socket_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = Said(ended.returncode, ended.stdout, ended.stderr)
+    said.assert_one_line_error(f"(pid {os.getpid()})", "another --socket")
+
+
+# The HTTP port.
+
+
+@pytest.fixture
+def url(socket_path: Path) -> Iterator[str]:
+    server = ServerThread(socket_path, arena_bytes=1 << 20, http="127.0.0.1:0")
+    assert server.server.http_address is not None
+    host, port = server.server.http_address
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def get(url: str, method: str = "GET") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_status_and_health(url: str, socket_path: Path) -> None:
+    worker = PageWorker(socket_path, GEOMETRY, BLOCKS)
+    worker.save(random_keys(3), range(12))
+    stranger = Stranger(socket_path)
+    stranger.greet()
+    stranger.ask(protocol.Clear(1))
+    assert get(f"{url}/healthz") == (200, "ok\n")
+    code, text = get(f"{url}/metrics")
+    assert code == 200
+    lines = text.splitlines()
+    for line in (
+        "lamina_chunks 3.0",
+        "lamina_stores_total 1.0",
+        'lamina_refused_total{code="bad_request"} 1.0',
+    ):
+        assert line in lines
+    code, text = get(f"{url}/status")
+    values = json.loads(text)
+    assert (code, values["version"], values["chunks"]) == (200, lamina.__version__, 3)
+    assert values["refused"] == {"bad_request": 1}
+    stranger.close()
+    worker.close()
+
+
+def test_nonsense_on_the_http_port(url: str, socket_path: Path) -> None:
+    assert get(f"{url}/nonsense")[0] == 404
+    assert get(f"{url}/metrics", "POST")[0] == 405
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        connection.sendall(random.Random(4).randbytes(1000) + b"\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+    with socket.create_connection((host, int(port))):
+        assert get(f"{url}/healthz") == (200, "ok\n")
+        connected_client(socket_path).close()
