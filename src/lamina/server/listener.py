@@ -27,7 +27,10 @@ Welcome = Callable[[Session, socket.socket], Awaitable[None]]
 
 
 class Listener:
-    """The server's socket, in a 0700 directory, held by a lock for as long as the server lives."""
+    """The server's socket, in a 0700 directory, held by a lock for as long as the server lives.
+
+    Making one takes the lock; the socket is there, and can be connected to, from `open` on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,12 +38,16 @@ class Listener:
         self._lock = _hold_lock(path)
         _remove_dead_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+
+    def open(self) -> None:
+        """Let engines connect. Only once the server can be stopped in order."""
         before = os.umask(0o177)
         try:
-            self._socket.bind(os.fspath(path))
+            self._socket.bind(os.fspath(self._path))
         finally:
             os.umask(before)
-        self._socket.setblocking(False)
+        self._socket.listen(128)
 
     def close(self) -> None:
         self._socket.close()
@@ -48,11 +55,7 @@ class Listener:
         os.close(self._lock)
 
     async def serve(self, welcome: Welcome) -> None:
-        """Greet whoever connects, for ever; `welcome` gets those that may.
-
-        Nobody can connect before, so that a server that is connected to can be stopped in order.
-        """
-        self._socket.listen(128)
+        """Greet whoever connects, for ever; `welcome` gets those that may."""
         loop = asyncio.get_running_loop()
         greetings: set[asyncio.Task[None]] = set()
         try:

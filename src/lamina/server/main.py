@@ -41,8 +41,8 @@ CLOSE_GRACE_S = 1.0
 class Server:
     """One cache server. Everything but the lanes and the filler runs on its event loop.
 
-    Making one binds the socket; raises `SettingsError` when it cannot. `devices` by name; the host
-    and every visible GPU by default. `clock` in seconds is what leases run out by.
+    Making one takes the socket's lock; raises `SettingsError` when it cannot. `devices` by name;
+    the host and every visible GPU by default. `clock` in seconds is what leases run out by.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Server:
         filler = ArenaFiller(self.arena, self.lanes.near_cpus(), self.lanes.pin, publish)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(filler.stop)
+            self._listener.open()
             tasks = [
                 asyncio.create_task(self._listener.serve(self._welcome)),
                 asyncio.create_task(self.sessions.beat()),
