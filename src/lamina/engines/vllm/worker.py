@@ -64,6 +64,8 @@ class WorkerSide:
         self._recomputes_elsewhere = recomputes_elsewhere
         self._device = device
         self._layer_of = layout.layer_of
+        layers = layout.geometry.layers
+        self._block_bytes = sum(layer.planes * layer.page_bytes for layer in layers)
         self._loads: dict[int, _Loading] = {}
         self._stores: dict[int, Store] = {}
         self._stores_never_begun: list[int] = []
@@ -202,8 +204,8 @@ class WorkerSide:
     def _count_end(self, loading: _Loading) -> None:
         if loading.outcome:
             self.counts.failed += 1
-        elif loading.gate is not None and loading.gate.retrieve.ended is not None:
-            self.counts.loaded_bytes += loading.gate.retrieve.ended.nbytes
+        else:
+            self.counts.loaded_bytes += len(loading.spec.blocks) * self._block_bytes
 
 
 def export_all(device: WorkerDevice, layout: KvLayout) -> list[Any]:
