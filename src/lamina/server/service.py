@@ -8,6 +8,7 @@ everything else here is private.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -30,6 +31,8 @@ from lamina.server.leases import LeaseTable
 from lamina.server.retrieve import Landed, RetrieveTransfer
 from lamina.server.sessions import Session, Sessions, Worker
 from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunks, make_room
+
+log = logging.getLogger(__name__)
 
 MAX_STORES_IN_FLIGHT = 256
 """Per session; stores beyond are dropped, which costs an engine nothing but a later hit."""
@@ -166,7 +169,9 @@ class Service:
         chunks: tuple[Chunk, ...],
         landed: Awaitable[Landed],
     ) -> protocol.Retrieved:
-        status, nbytes, first_slice_us, total_us, _ = await landed
+        status, nbytes, first_slice_us, total_us, error = await landed
+        if error is not None:
+            log.warning("a retrieve of %s failed: %s", session, error)
         session.finish(request.id)
         self._index.unpin(chunks)
         self._leases.end(session.engine, request.lease)
@@ -224,7 +229,9 @@ class Service:
     ) -> protocol.Stored:
         status = 0
         if saved is not None:
-            status, _ = await saved
+            status, error = await saved
+            if error is not None:
+                log.warning("a store of %s failed: %s", session, error)
             session.finish(request.id)
         reserved = [chunk for _, chunk in room.reserved]
         if status:
