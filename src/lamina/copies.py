@@ -33,8 +33,7 @@ class CopyPlan:
 
     `chunk_addresses` are the arena addresses of consecutive chunks of a prompt; `block_ids[group]`
     are the engine's blocks for tokens `[start_tokens, start_tokens + n)` of that run, where `n` is
-    the same for every group. Building one costs microseconds; each slice is planned when asked
-    for, so that the first can be on the wire before the last is planned.
+    the same for every group. Building one costs microseconds.
     """
 
     def __init__(
@@ -53,6 +52,19 @@ class CopyPlan:
         self._start_tokens = start_tokens
         self._block_ids = [ids.astype(np.int64) for ids in block_ids]
         self._runs_of: dict[tuple[int, int, int], CopyList] = {}
+        self._step_layers = max(1, BATCH_PIECES // max(1, *(len(ids) for ids in block_ids)))
+
+    def batches(
+        self, first_layer: int, end_layer: int, most_pieces: int = BATCH_PIECES
+    ) -> Iterator[CopyList]:
+        """The copies of layers `[first_layer, end_layer)` in batches.
+
+        Planned as many layers at a time as fill a batch: the first batch does not wait for the
+        plan of the last. (Pages of two layers are apart in a chunk, so nothing is left unmerged.)
+        """
+        for first in range(first_layer, end_layer, self._step_layers):
+            copies = self.copies(first, min(first + self._step_layers, end_layer))
+            yield from batches(copies, most_pieces)
 
     def copies(self, first_layer: int, end_layer: int) -> CopyList:
         """The copy list of layers `[first_layer, end_layer)`, adjacent pieces merged."""

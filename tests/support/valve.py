@@ -93,6 +93,10 @@ class _ValvedStream:
         self._inner = inner
         self._valve = valve
 
+    @property
+    def only_enqueues(self) -> bool:
+        return self._inner.only_enqueues
+
     def copy(self, memory: EngineMemory, copies: CopyList) -> None:
         self._valve.pass_one()
         self._inner.copy(memory, copies)

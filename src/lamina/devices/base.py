@@ -70,7 +70,11 @@ class EngineMemory(Protocol):
 
 
 class CopyStream(Protocol):
-    """One ordered queue of copies in one direction. Called by its lane's thread only."""
+    """One ordered queue of copies in one direction. Called by one thread at a time."""
+
+    @property
+    def only_enqueues(self) -> bool:
+        """Whether `copy` returns at once and the bytes move by themselves."""
 
     def copy(self, memory: EngineMemory, copies: CopyList) -> None:
         """Enqueue copies; may wait while too much is in flight. Raises `DeviceError`."""

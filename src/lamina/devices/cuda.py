@@ -139,7 +139,9 @@ class CudaMemory:
 
 
 class CudaCopyStream:
-    """One stream of one direction; used by one thread."""
+    """One stream of one direction; used by one thread at a time."""
+
+    only_enqueues = True
 
     def __init__(self, device: CudaServerDevice, direction: Direction) -> None:
         self._device = device

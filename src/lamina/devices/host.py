@@ -93,6 +93,8 @@ class HostMemory:
 class HostCopyStream:
     """Synchronous copies in one direction, at most `link_gbps` GB/s when that is given."""
 
+    only_enqueues = False
+
     def __init__(self, direction: Direction, link_gbps: float | None) -> None:
         self._into_engine = direction is Direction.LOAD
         self._seconds_per_byte = 1e-9 / link_gbps if link_gbps else 0.0

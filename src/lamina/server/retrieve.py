@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
-from lamina.copies import BATCH_PIECES, CopyPlan, batches
+from lamina.copies import BATCH_PIECES, CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Slice
@@ -59,12 +59,11 @@ class RetrieveTransfer(Transfer):
 
     def run(self, stream: CopyStream) -> Iterator[None]:
         for part in self._slices:
-            copies = self._plan.copies(part.first_layer, part.end_layer)
             most_pieces = BATCH_PIECES if part.number else FIRST_SLICE_BATCH_PIECES
-            for batch in batches(copies, most_pieces):
+            for batch in self._plan.batches(part.first_layer, part.end_layer, most_pieces):
                 yield
                 stream.copy(self.memory, batch)
-            self._nbytes += copies.nbytes
+                self._nbytes += batch.nbytes
             stream.announce(self.memory, self._slot, self._base + part.number + 1)
             self._announced += 1
             self._first_slice_us = self._first_slice_us or _us_since(self._started_s)

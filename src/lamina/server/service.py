@@ -215,7 +215,6 @@ class Service:
             request.ticket,
             plan,
             len(geometry.layers),
-            max(1, *(len(ids) for ids in chosen)),
         )
         saved = self._begin(session, request.id, worker.stores, make) if numbers else None
         return self._stored(session, request, room, saved)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
-from lamina.copies import BATCH_PIECES, CopyPlan, batches
+from lamina.copies import CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import BlockIds, Geometry
@@ -22,10 +22,7 @@ class Saved(NamedTuple):
 
 
 class StoreTransfer(Transfer):
-    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread.
-
-    A few layers at a time, as many as fill a batch of copies.
-    """
+    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread."""
 
     def __init__(
         self,
@@ -34,22 +31,18 @@ class StoreTransfer(Transfer):
         ticket: int,
         plan: CopyPlan,
         layers: int,
-        pages_per_layer: int,
         ended: Callable[[Saved], None],
     ) -> None:
         super().__init__(memory, board, ticket)
         self._plan = plan
         self._layers = layers
-        self._step_layers = max(1, BATCH_PIECES // pages_per_layer)
         self._ended = ended
         self._is_whole = False
 
     def run(self, stream: CopyStream) -> Iterator[None]:
-        for first in range(0, self._layers, self._step_layers):
-            end = min(first + self._step_layers, self._layers)
-            for batch in batches(self._plan.copies(first, end)):
-                yield
-                stream.copy(self.memory, batch)
+        for batch in self._plan.batches(0, self._layers):
+            yield
+            stream.copy(self.memory, batch)
         self._is_whole = True
 
     def end(self, error: DeviceError | None) -> None:
