@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
+from lamina.copies import CopyList, batches
 from lamina.devices import cuda_driver as driver
 from lamina.devices.base import WorkerDevice
 from lamina.devices.cuda import CudaWorkerDevice
@@ -50,6 +51,14 @@ class KvSpace(ABC):
     @abstractmethod
     def link_gbps(self, nbytes: int, *, to_device: bool) -> float:
         """The ceiling: one plain copy of `nbytes` between host and device, in GB/s."""
+
+    def bare_gbps(self, nbytes: int, piece_bytes: int) -> float | None:
+        """What a bare loop of the driver's copy calls reaches with scattered pieces, in GB/s.
+
+        No server, no planning: the bound of any server that makes these calls. None where the
+        question makes no sense.
+        """
+        return None
 
 
 class HostKvSpace(KvSpace):
@@ -119,6 +128,26 @@ class CudaKvSpace(KvSpace):
         for _ in range(5):
             started = time.perf_counter()
             driver.copy_one(target, source, nbytes, stream, to_device=to_device)
+            driver.synchronize(stream)
+            rates.append(nbytes / (time.perf_counter() - started) / 1e9)
+        driver.unpin(host.ctypes.data)
+        driver.free(pointer)
+        return max(rates)
+
+    def bare_gbps(self, nbytes: int, piece_bytes: int) -> float | None:
+        host = np.full(nbytes, 1, np.uint8)
+        pointer, stream = driver.allocate(nbytes), driver.create_stream()
+        driver.pin(host.ctypes.data, nbytes)
+        offsets = np.arange(nbytes // piece_bytes, dtype=np.int64) * piece_bytes
+        sources = host.ctypes.data + offsets
+        targets = pointer + np.random.default_rng(2).permutation(offsets)
+        pieces = CopyList(targets, sources, np.full(len(offsets), piece_bytes, np.int64))
+        rates = []
+        for _ in range(5):
+            started = time.perf_counter()
+            for engine, source, size in batches(pieces):
+                arrays = engine.ctypes.data, source.ctypes.data, size.ctypes.data
+                driver.copy_batch(*arrays, len(size), stream, to_device=True)
             driver.synchronize(stream)
             rates.append(nbytes / (time.perf_counter() - started) / 1e9)
         driver.unpin(host.ctypes.data)

@@ -30,6 +30,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     consecutive_blocks: bool
     gbps: float
     share_of_link: float
+    share_of_bare_loop: float | None = None
+    """Of what a bare loop of the driver's copy calls reached just before, with such pages."""
     first_slice_ms: float
     first_slice_worst_ms: float
     last_slice_ms: float

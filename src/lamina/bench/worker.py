@@ -82,6 +82,7 @@ class TransferBench:
         self, width: int, count: int, link_load_gbps: float, link_store_gbps: float
     ) -> Cell:
         """One cell: `count` retrieves at once, checked once and timed `rounds` times."""
+        bare_gbps = self._bare_gbps()
         self.space.poison()
         self.retrieve(count, width)
         wrong_bytes = self._wrong_bytes(count)
@@ -101,6 +102,7 @@ class TransferBench:
             consecutive_blocks=self.consecutive,
             gbps=gbps,
             share_of_link=gbps / link_load_gbps,
+            share_of_bare_loop=gbps / bare_gbps if bare_gbps else None,
             first_slice_ms=statistics.median(firsts_ms),
             first_slice_worst_ms=max(firsts_ms),
             last_slice_ms=last_ms_median,
@@ -169,6 +171,11 @@ class TransferBench:
                 elif now_s > until_s:
                     raise LaminaError("a retrieve did not end", "Look at the server's log")
         return first_ms, last_ms
+
+    def _bare_gbps(self) -> float | None:
+        if self.consecutive:
+            return None  # its pages are merged: the link is the bound
+        return self.space.bare_gbps(min(self.document_bytes, 1 << 30), self.page_bytes)
 
     def _register(self, blocks: int) -> None:
         geometry = Geometry(
