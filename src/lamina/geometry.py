@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -153,10 +153,15 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 f"a width of {layers_per_slice} layers a slice does not fit {count} layers",
                 f"Use 1 to {count}, or {count} for whole transfers",
             )
-        starts = range(0, count, layers_per_slice)
-        return tuple(
-            Slice(i, first, min(first + layers_per_slice, count)) for i, first in enumerate(starts)
-        )
+        return _slices(count, layers_per_slice)
+
+
+@lru_cache(256)
+def _slices(layers: int, layers_per_slice: int) -> tuple[Slice, ...]:
+    starts = range(0, layers, layers_per_slice)
+    return tuple(
+        Slice(i, first, min(first + layers_per_slice, layers)) for i, first in enumerate(starts)
+    )
 
 
 class PlanePages(msgspec.Struct, frozen=True, array_like=True):
@@ -298,12 +303,13 @@ def check_block_ids(
                 f"group {group} names {len(ids)} blocks for {tokens} tokens",
                 "Cover the same tokens in every group",
             )
-        if int(ids.min()) < 0 or int(ids.max()) >= blocks:
+        ordered = np.sort(ids)
+        if int(ordered[0]) < 0 or int(ordered[-1]) >= blocks:
             raise GeometryError(
                 f"a block id of group {group} is outside [0, {blocks})",
                 "Send the block ids of the registered KV memory",
             )
-        if len(np.unique(ids)) != len(ids):
+        if (ordered[1:] == ordered[:-1]).any():
             raise GeometryError(
                 f"a block id of group {group} is named twice", "Give every block once"
             )

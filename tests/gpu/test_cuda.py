@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lamina.devices import cuda_driver as driver
-from lamina.devices.cuda import CudaServerDevice, CudaWorkerDevice, PinnedSegments
+from lamina.devices.cuda import CudaServerDevice, CudaWorkerDevice
+from lamina.devices.cuda_pinned import PinnedSegments
 from tests.devices.conformance import DeviceConformance, Kit, WorkerSide
 
 

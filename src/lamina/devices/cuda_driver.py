@@ -47,6 +47,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemHostGetDevicePointer_v2": (POINTER(_pointer), c_void_p, c_uint),
     "cuStreamCreate": (POINTER(_handle), c_uint),
     "cuStreamSynchronize": (_handle,),
+    "cuStreamWaitEvent": (_handle, _handle, c_uint),
     "cuStreamWriteValue32_v2": (_handle, _pointer, c_uint, c_uint),
     "cuStreamWaitValue32_v2": (_handle, _pointer, c_uint, c_uint),
     "cuEventCreate": (POINTER(_handle), c_uint),
@@ -251,6 +252,11 @@ def create_event() -> int:
 
 def record(event: int, stream: int) -> None:
     _call("cuEventRecord", event, stream)
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Make what is enqueued on `stream` from now on follow the event's last record."""
+    _call("cuStreamWaitEvent", stream, event, 0)
 
 
 def is_recorded(event: int) -> bool:

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
-from lamina.copies import BATCH_PIECES, CopyPlan
+from lamina.copies import CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Slice
 from lamina.server.lane import Transfer
-
-FIRST_SLICE_BATCH_PIECES = 128
-"""A call's pieces are on the wire only when it returns: short ones begin sooner, and while one is
-on the wire there is time for the next (128 of 64 KiB are 0.15 ms of link)."""
 
 
 class Landed(NamedTuple):
@@ -59,8 +55,7 @@ class RetrieveTransfer(Transfer):
 
     def run(self, stream: CopyStream) -> Iterator[None]:
         for part in self._slices:
-            most_pieces = BATCH_PIECES if part.number else FIRST_SLICE_BATCH_PIECES
-            for batch in self._plan.batches(part.first_layer, part.end_layer, most_pieces):
+            for batch in self._plan.batches(part.first_layer, part.end_layer):
                 yield
                 stream.copy(self.memory, batch)
                 self._nbytes += batch.nbytes

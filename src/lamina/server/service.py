@@ -129,7 +129,7 @@ class Service:
         worker = session.need_worker()
         lease = self._leases.get(session.need_hello(), request.lease)
         geometry, chunks = worker.geometry, lease.chunks
-        if any(chunk.layout != geometry.digest for chunk in chunks):
+        if {chunk.layout for chunk in chunks} != {geometry.digest}:
             raise _refuse(
                 "the leased chunks were stored with another geometry",
                 "Make the geometry part of the namespace of the keys",
