@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -48,8 +49,11 @@ class Pieces:
 
 
 @pytest.fixture
-def pieces() -> Pieces:
-    return Pieces()
+def pieces() -> Iterator[Pieces]:
+    pieces = Pieces()
+    assert pieces.device.can_batch
+    yield pieces
+    driver.unpin(pieces.host.ctypes.data)
 
 
 def test_a_batch_issued_by_two_threads_is_whole_once_its_mark_is_done(
