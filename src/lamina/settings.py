@@ -7,13 +7,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from lamina.errors import SettingsError
 
-WHOLE = 0
+Overlap: TypeAlias = int | Literal["auto"]
+AUTO: Final = "auto"
+"""`layerwise_overlap` where a policy chooses, by what it measures."""
+WHOLE: Final = 0
 """`layerwise_overlap` of a whole transfer: one slice of all layers."""
 
 DEFAULT_CHUNK_TOKENS = 256
@@ -56,10 +59,10 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def parse_overlap(value: object) -> int:
-    """The `layerwise_overlap` setting as layers a slice, `WHOLE` for whole transfers.
+def parse_overlap(value: object) -> Overlap:
+    """The `layerwise_overlap` setting as layers a slice, `WHOLE` for whole transfers, or `AUTO`.
 
-    Accepts a bool, an int or a decimal string; anything else raises `SettingsError`.
+    Accepts "auto", a bool, an int or a decimal string; anything else raises `SettingsError`.
     """
     text = value.strip().lower() if isinstance(value, str) else value
     if text in ("true", "false"):
@@ -68,13 +71,11 @@ def parse_overlap(value: object) -> int:
         text = int(text)
     if isinstance(text, int) and text >= 0:
         return int(text)  # True is one layer a slice, False is WHOLE
-    if text == "auto":
-        raise SettingsError(
-            "layerwise_overlap 'auto' is not built yet", "Use true, false or a number of layers"
-        )
+    if text == AUTO:
+        return AUTO
     raise SettingsError(
         f"layerwise_overlap {value!r} is not understood",
-        "Use true (one layer a slice), a number of layers, or false for whole transfers",
+        'Use "auto", true (one layer a slice), a number of layers, or false for whole transfers',
     )
 
 
@@ -82,10 +83,11 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can set. Times in milliseconds."""
 
     socket: Path = msgspec.field(default_factory=default_socket)
-    layerwise_overlap: int = 1
-    """Layers a slice; `WHOLE` moves all at once."""
-    release_after_slices: int = 1
-    """How many slices must have landed before a request is released to compute."""
+    layerwise_overlap: Overlap = AUTO
+    """Layers a slice; `WHOLE` moves all at once, `AUTO` decides for each load."""
+    release_after_slices: int | None = None
+    """How many slices must have landed before a request is released to compute, 0 for a
+    synchronous load. None: `AUTO` decides, and any other overlap releases after the first."""
     chunk_tokens: int | None = None
     """Refuse a server with another chunk size; None takes the server's."""
     connect_timeout_ms: int = 5_000
@@ -103,8 +105,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
             _at_least(f"{name}_timeout_ms", getattr(self, f"{name}_timeout_ms"), 1)
         _at_least("suspect_after_ms", self.suspect_after_ms, 1)
         _at_least("reconnect_every_ms", self.reconnect_every_ms, 1)
-        _at_least("layerwise_overlap", self.layerwise_overlap, 0)
-        _at_least("release_after_slices", self.release_after_slices, 0)
+        if self.layerwise_overlap != AUTO:
+            _at_least("layerwise_overlap", self.layerwise_overlap, 0)
+        if self.release_after_slices is not None:
+            _at_least("release_after_slices", self.release_after_slices, 0)
         if self.chunk_tokens is not None:
             _at_least("chunk_tokens", self.chunk_tokens, 1)
 

@@ -4,30 +4,40 @@ from lamina.client.client import Client
 from lamina.client.gate import Gate, StepGates
 from lamina.client.lookup import MISS, Lookup, LookupResult
 from lamina.client.release import (
+    AutoPolicy,
+    Batch,
     FixedPolicy,
+    Meters,
+    Reason,
     Release,
     ReleasePolicy,
     ReleaseQuery,
+    Speed,
     WholePolicy,
-    fixed_policy,
     policy_of,
+    release_policy,
 )
 from lamina.client.transfers import Retrieve, Store
 
 __all__ = [
     "MISS",
+    "AutoPolicy",
+    "Batch",
     "Client",
     "FixedPolicy",
     "Gate",
     "Lookup",
     "LookupResult",
+    "Meters",
+    "Reason",
     "Release",
     "ReleasePolicy",
     "ReleaseQuery",
     "Retrieve",
+    "Speed",
     "StepGates",
     "Store",
     "WholePolicy",
-    "fixed_policy",
     "policy_of",
+    "release_policy",
 ]

@@ -30,7 +30,7 @@ from lamina.devices.base import WorkerDevice
 from lamina.errors import RequestRefusedError, ServerUnavailableError, SettingsError
 from lamina.geometry import BlockIds, Geometry, PageMap
 from lamina.protocol import Region
-from lamina.settings import ClientSettings
+from lamina.settings import AUTO, ClientSettings
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Client:
         memory = Memory(geometry, page_map, tuple(regions))
         page_map.check(geometry, [region.nbytes for region in memory.regions])
         width, layers = self.settings.layerwise_overlap, len(geometry.layers)
-        if width > layers:
+        if width != AUTO and width > layers:
             raise SettingsError(
                 f"layerwise_overlap is {width}, but the model has {layers} layers",
                 f"Use 1 to {layers}, or false for whole transfers",

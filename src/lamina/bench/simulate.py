@@ -1,0 +1,367 @@
+"""A model of an engine with a cache behind a link: what would N requests of this size do?
+
+Discrete events, no randomness, virtual time. The engine schedules as vLLM does: steps of bounded
+tokens, running requests before waiting ones, several prompts in one step, the next step scheduled
+while one is under way. The link is one lane, load after load. Each load is decided by a real
+release policy, and `auto` sees only what the real meters measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lamina.client.release import Batch, Meters, ReleasePolicy
+
+GIB = 2**30
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine and link. Defaults: Llama-3.1-8B on vLLM 0.26 and an H200 (2026-11); those of
+    computing are fitted to first-token times of hits in GPU memory."""
+
+    layers: int = 32
+    token_bytes: int = 128 << 10
+    chunk_tokens: int = 256
+    step_tokens: int = 2048
+    link_s_per_gib: float = 19.7e-3
+    slice_s: float = 5e-6
+    """What each slice adds on the link."""
+    token_s: float = 20e-6
+    """Computing a token with nothing before it, and more for each token before it."""
+    token_context_s: float = 1.0e-9
+    step_s: float = 3.7e-3
+    """What each step adds."""
+    prefill_step_s: float = 22e-3
+    """The shortest step with a prompt in it (launching), and without."""
+    decode_step_s: float = 6e-3
+    arrival_s: float = 13e-3
+    """From sending a request to the scheduler, of which the next one waits for `arrival_turn_s`."""
+    arrival_turn_s: float = 3.5e-3
+    schedule_s: float = 0.5e-3
+    launch_s: float = 1e-3
+    idle_poll_s: float = 1e-3
+    steps_at_once: int = 2
+    """2: a step is scheduled while one is under way."""
+
+    def copy_s(self, tokens: int) -> float:
+        return tokens * self.token_bytes * self.link_s_per_gib / GIB
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """`concurrency` clients that each send the next request when the last has ended. Prompts begin
+    with `hit_tokens` that the cache holds. Beside them `streams` requests only decode."""
+
+    hit_tokens: int
+    prompt_tokens: int = 15_154
+    output_tokens: int = 16
+    concurrency: int = 1
+    requests: int = 8
+    streams: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds; first-token times in order of sending. `stream_gaps_s` are between the tokens of
+    the streams; `loaded_tokens` and `reasons` what was decided."""
+
+    first_token_s: tuple[float, ...]
+    stream_gaps_s: tuple[float, ...]
+    loaded_tokens: int
+    reasons: dict[str, int]
+    seconds: float
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.first_token_s) / len(self.first_token_s)
+
+
+@dataclass(eq=False)
+class _Load:
+    number: int
+    begins_s: float
+    landed_s: list[float]
+    """When each layer has landed."""
+    release_s: float
+    """When the slices before release have."""
+
+
+@dataclass(eq=False)
+class _Request:
+    number: int
+    prompt: int
+    outputs: int
+    sent_s: float = 0.0
+    arrives_s: float = 0.0
+    scheduled: int = 0
+    """Tokens that are computed or under way, loaded ones included."""
+    done: int = 0
+    load: _Load | None = None
+    decision: tuple[int, int, int] | None = None
+    first_token_s: float = 0.0
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.scheduled < self.prompt
+
+    @property
+    def tokens_left(self) -> int:
+        return self.prompt + self.outputs - 1 - self.scheduled
+
+
+@dataclass(eq=False)
+class _Step:
+    work: list[tuple[_Request, int]]
+    end_s: float = 0.0
+    released: list[_Request] = field(default_factory=list)
+
+
+def simulate(machine: Machine, workload: Workload, policy: ReleasePolicy | None) -> Outcome:
+    """Run a workload; without a policy hits lie in GPU memory already: the floor."""
+    return _Simulation(machine, workload, policy).run()
+
+
+class _Simulation:
+    def __init__(self, machine: Machine, workload: Workload, policy: ReleasePolicy | None) -> None:
+        self._machine = machine
+        self._workload = workload
+        self._policy = policy
+        self._now_s = 0.0
+        self._gpu_free_s = 0.0
+        self._lane_free_s = 0.0
+        self._front_free_s = 0.0
+        self._coming: list[_Request] = []
+        self._waiting: deque[_Request] = deque()
+        self._loading: list[_Request] = []
+        self._ready: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._under_way: deque[_Step] = deque()
+        self._untold: list[tuple[_Load, int]] = []
+        self._ended: list[_Request] = []
+        self._sent = 0
+        self._gaps: list[float] = []
+        self._loaded = 0
+        self._reasons: dict[str, int] = {}
+        self._meters = Meters(
+            machine.layers, machine.token_bytes, machine.chunk_tokens, machine.step_tokens
+        )
+        self._warm_up()
+
+    def run(self) -> Outcome:
+        workload = self._workload
+        for number in range(workload.streams):
+            stream = _Request(-1 - number, 1, 1 << 30, scheduled=1, done=1)
+            self._running.append(stream)
+        for _ in range(min(workload.concurrency, workload.requests)):
+            self._send()
+        while len(self._ended) < workload.requests:
+            self._turn()
+        ended = sorted(self._ended, key=lambda request: request.number)
+        return Outcome(
+            first_token_s=tuple(request.first_token_s - request.sent_s for request in ended),
+            stream_gaps_s=tuple(self._gaps),
+            loaded_tokens=self._loaded,
+            reasons=self._reasons,
+            seconds=self._now_s,
+        )
+
+    # Time
+
+    def _turn(self) -> None:
+        """One turn of the engine's loop."""
+        self._receive()
+        if len(self._under_way) < self._machine.steps_at_once:
+            step = self._schedule()
+            if step.work:
+                self._launch(step)
+                self._under_way.append(step)
+                return
+            self._see_releases(step)
+            if self._under_way:
+                self._complete(self._under_way.popleft())
+            else:
+                self._idle()
+            self._promote(step)
+        else:
+            self._complete(self._under_way.popleft())
+
+    def _idle(self) -> None:
+        if self._loading or self._waiting:
+            self._now_s += self._machine.idle_poll_s
+        elif self._coming:
+            self._now_s = max(self._now_s, min(request.arrives_s for request in self._coming))
+
+    def _send(self) -> None:
+        workload, machine = self._workload, self._machine
+        if self._sent == workload.requests:
+            return
+        request = _Request(self._sent, workload.prompt_tokens, workload.output_tokens, self._now_s)
+        self._sent += 1
+        begins_s = max(self._front_free_s, self._now_s)
+        self._front_free_s = begins_s + machine.arrival_turn_s
+        request.arrives_s = begins_s + machine.arrival_s
+        self._coming.append(request)
+
+    def _receive(self) -> None:
+        for request in [r for r in self._coming if r.arrives_s <= self._now_s]:
+            self._coming.remove(request)
+            self._waiting.append(request)
+
+    # Steps
+
+    def _schedule(self) -> _Step:
+        """As vLLM: who runs first, then who was released, then who waits, in order."""
+        self._now_s += self._machine.schedule_s
+        budget = self._machine.step_tokens
+        step = _Step([])
+        for request in [r for r in self._running if r.tokens_left > 0]:
+            budget -= self._give(step, request, budget)
+        while self._ready and budget:
+            request = self._ready.popleft()
+            self._running.append(request)
+            budget -= self._give(step, request, budget)
+        while self._waiting and budget:
+            request = self._waiting.popleft()
+            if self._admit(request, step):
+                self._running.append(request)
+                budget -= self._give(step, request, budget)
+            else:
+                self._loading.append(request)
+        return step
+
+    def _give(self, step: _Step, request: _Request, budget: int) -> int:
+        wanted = request.prompt - request.scheduled if request.is_prefilling else 1
+        tokens = min(wanted, budget)
+        if tokens:
+            step.work.append((request, tokens))
+        return tokens
+
+    def _admit(self, request: _Request, step: _Step) -> bool:
+        """Decide about a request's hit and begin to load it; whether it runs in this step."""
+        hit = self._workload.hit_tokens
+        if self._policy is None:
+            request.scheduled = request.done = hit
+            return True
+        query = self._meters.query(self._now_s, 0, hit, request.prompt - hit, self._batch(step))
+        release = self._policy.decide(query)
+        tokens = release.tokens_of(query)
+        self._reasons[release.reason.value] = self._reasons.get(release.reason.value, 0) + 1
+        self._loaded += tokens
+        request.scheduled = request.done = tokens
+        if not tokens:
+            return True
+        request.load = self._copy(request, tokens, *release[:2])
+        return not release.release_after_slices
+
+    def _batch(self, step: _Step) -> Batch:
+        """What the scheduler's side of a connector sees of the others."""
+        prefilling = [r for r in self._running if r.is_prefilling]
+        loading = [*self._loading, *self._ready]
+        gated = [
+            self._meters.copies.queue.busy_s(self._now_s, load.number)
+            for load in self._open_loads(self._running)
+        ]
+        return Batch(
+            decoding=sum(not r.is_prefilling and r.tokens_left > 0 for r in self._running),
+            prefilling=len(prefilling),
+            prefill_tokens=min(
+                self._machine.step_tokens, sum(r.prompt - r.scheduled for r in prefilling)
+            ),
+            gated_s=max(gated, default=0.0),
+            loading=len(loading),
+            loading_tokens=sum(r.prompt - r.scheduled for r in loading),
+            waiting=len(self._waiting),
+        )
+
+    def _open_loads(self, requests: list[_Request]) -> list[_Load]:
+        return [r.load for r in requests if r.load and r.load.landed_s[-1] > self._now_s]
+
+    def _copy(self, request: _Request, tokens: int, width: int, after: int) -> _Load:
+        machine = self._machine
+        layers = machine.layers
+        asked_s = self._now_s + machine.launch_s
+        begins_s = max(self._lane_free_s, asked_s)
+        layer_s = machine.copy_s(tokens) / layers
+        landed_s = [
+            begins_s
+            + min(layers, (layer // width + 1) * width) * layer_s
+            + (layer // width + 1) * machine.slice_s
+            for layer in range(layers)
+        ]
+        self._lane_free_s = landed_s[-1]
+        release_s = landed_s[min(layers, after * width) - 1] if after else begins_s
+        load = _Load(request.number, begins_s, landed_s, release_s)
+        self._meters.copies.begin(load.number, tokens, self._now_s)
+        self._untold.append((load, tokens))
+        return load
+
+    def _launch(self, step: _Step) -> None:
+        """Put a step on the GPU; its layers wait for their slices. The launching thread waits for
+        the last of them, as the connector does when it settles."""
+        machine = self._machine
+        prefill = [(r, n) for r, n in step.work if r.is_prefilling]
+        compute_s = machine.step_s + sum(
+            n * (machine.token_s + machine.token_context_s * (r.scheduled + n / 2))
+            for r, n in step.work
+        )
+        least_s = machine.prefill_step_s if prefill else machine.decode_step_s
+        layer_s = max(compute_s, least_s) / machine.layers
+        loads = self._open_loads([r for r, _ in step.work])
+        prefill_tokens = sum(n for _, n in prefill)
+        context = sum(n * r.scheduled for r, n in prefill) // max(1, prefill_tokens)
+        self._meters.steps.begin(self._now_s, prefill_tokens, context, bool(loads))
+        time_s = max(self._gpu_free_s, self._now_s + machine.launch_s)
+        for layer in range(machine.layers):
+            time_s = max([time_s, *(load.landed_s[layer] for load in loads)]) + layer_s
+        step.end_s = self._gpu_free_s = time_s
+        self._now_s = max([self._now_s + machine.launch_s, *(load.landed_s[-1] for load in loads)])
+        self._see_releases(step)
+        for request, tokens in step.work:
+            request.scheduled += tokens
+
+    def _see_releases(self, step: _Step) -> None:
+        step.released = [
+            r for r in self._loading if r.load is not None and r.load.release_s <= self._now_s
+        ]
+        for request in step.released:
+            self._loading.remove(request)
+        machine = self._machine
+        for load, tokens in [item for item in self._untold if item[0].landed_s[-1] <= self._now_s]:
+            self._untold.remove((load, tokens))
+            self._meters.copies.end(load.number, load.landed_s[-1], tokens * machine.token_bytes)
+
+    def _promote(self, step: _Step) -> None:
+        self._ready.extend(step.released)
+
+    def _complete(self, step: _Step) -> None:
+        self._now_s = max(self._now_s, step.end_s)
+        self._meters.steps.end(self._now_s)
+        self._promote(step)
+        for request, tokens in step.work:
+            request.done += tokens
+            if request.number < 0:
+                self._gaps.append(self._now_s - request.sent_s)
+                request.sent_s = self._now_s
+            elif request.done >= request.prompt and not request.first_token_s:
+                request.first_token_s = self._now_s
+            if request.done == request.prompt + request.outputs - 1:
+                self._running.remove(request)
+                self._ended.append(request)
+                self._send()
+
+    def _warm_up(self) -> None:
+        """What the meters learn while documents are computed for the first time."""
+        machine, meters = self._machine, self._meters
+        now_s = -1e6
+        for _ in range(5):
+            for context in range(0, 16_384, machine.step_tokens):
+                mean_s = machine.token_s + machine.token_context_s * (
+                    context + machine.step_tokens / 2
+                )
+                meters.steps.begin(now_s, machine.step_tokens, context, False)
+                now_s += machine.step_tokens * mean_s
+                meters.steps.end(now_s)
+            meters.steps.begin(now_s, 0, 0, False)
+            now_s += machine.decode_step_s
+            meters.steps.end(now_s)

@@ -1,0 +1,197 @@
+"""The policy `auto`: of all ways to load a hit, the one that delays everybody least.
+
+Candidates are a *synchronous* load (the request runs in this step, each layer waits for its slice)
+and a *held* one (the request waits outside the batch until the rest will arrive just in time), each
+with the whole hit or with fewer chunks, whose tokens are then computed. For each the policy
+predicts when the request's prompt is computed, and by how much others are delayed:
+
+    own   max(computing ends, last slice lands + its layers are computed), then the chunks that
+          did not fit the first step
+    others  in a synchronous step: the wait for slices, for each request that is in it or could be;
+          computing tokens that could have been loaded: for everybody
+
+and takes the smallest sum. Both parts are convex in the number of chunks, so the best number is
+found by bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lamina.client.release.base import Reason, Release, ReleaseQuery, Speed
+
+SLICE_S = 100e-6
+"""A slice shorter than this is widened: announcing and waiting for one costs about 5 us of GPU
+time, and its copies begin later than those of one long call would (H200, 2026-11)."""
+RELEASE_S = 2e-3
+"""From a slice's landing to the forward of an idle engine: two turns of vLLM's loop, which sleeps
+1 ms in each."""
+STEPS_TO_RELEASE = 1.5
+"""The same for a busy engine, in steps: the release is seen when the next step is launched, and
+counts in the one after that (asynchronous scheduling)."""
+CAUTION = 1.1
+"""Computing what could be loaded is assumed to be this much slower than measured."""
+LEAST_GAIN = 0.02
+"""A shorter load must be better by this share: predictions are no better than that."""
+UNMEASURED_SHARE = 26 / 32
+"""Before anything is measured a request that is not alone is released after this share of its
+slices: best at 4 and 8 requests at once on an H200, by less than the noise."""
+
+
+@dataclass(frozen=True)
+class AutoPolicy:
+    """See the module. Stateless: whatever was measured comes with the query."""
+
+    def decide(self, query: ReleaseQuery) -> Release:
+        speed = query.speed
+        if speed is None or speed.compute_s_per_token is None:
+            return _unmeasured(query)
+        forecast = _Forecast(query, speed, speed.compute_s_per_token)
+        plan = forecast.best()
+        if not plan.load_tokens:
+            return Release(query.layers, 0, 0, Reason.RECOMPUTED, 0.0, plan.first_token_s)
+        width = _width(query.layers, plan.load_tokens * speed.copy_s_per_token)
+        return Release(
+            width,
+            -(-plan.layers_before // width),
+            plan.load_tokens,
+            forecast.reason_of(plan),
+            plan.ready_s,
+            plan.first_token_s,
+        )
+
+
+class _Plan(NamedTuple):
+    """One candidate. `layers_before` release is 0 for a synchronous load; `stall_s` is how long its
+    step waits."""
+
+    load_tokens: int
+    layers_before: int
+    ready_s: float
+    first_token_s: float
+    stall_s: float
+    others_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.first_token_s + self.others_s
+
+
+class _Forecast:
+    """What would become of a request and of the others."""
+
+    def __init__(self, query: ReleaseQuery, speed: Speed, token_s: float) -> None:
+        self._query = query
+        self._copy_s = speed.copy_s_per_token
+        self._token_s = token_s
+        self._shortest_s = speed.shortest_step_s
+        batch = query.batch
+        self._others_step_s = self._step_s(batch.prefill_tokens) if batch.running else 0.0
+        others_end_s = query.engine_busy_s + self._others_step_s
+        self._others_end_s = max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s
+
+    def best(self) -> _Plan:
+        ways = [self.held] if self._query.batch.loading else [self.synchronous, self.held]
+        chunks = -(-self._query.load_tokens // self._query.chunk_tokens)
+        whole = min((way(0) for way in ways), key=_cost)
+        shorter = min((_bisect(way, chunks) for way in ways), key=_cost)
+        return shorter if shorter.cost_s < whole.cost_s * (1 - LEAST_GAIN) else whole
+
+    def reason_of(self, plan: _Plan) -> Reason:
+        if plan.layers_before:
+            return Reason.HELD
+        if plan.stall_s <= 0:
+            return Reason.HIDDEN
+        return Reason.CHEAPER if self._query.batch.running else Reason.ALONE
+
+    def synchronous(self, fewer_chunks: int) -> _Plan:
+        """The request runs in this step."""
+        query, batch = self._query, self._query.batch
+        load, compute, extra_s = self._tokens(fewer_chunks)
+        room = max(1, query.step_tokens - batch.prefill_tokens - batch.decoding)
+        first = min(compute, room)
+        step_s = self._step_s(batch.prefill_tokens + first)
+        unstalled_s = query.engine_busy_s + step_s
+        landed_s = query.lane_busy_s + load * self._copy_s if load else 0.0
+        end_s = max(unstalled_s, landed_s + step_s / query.layers)
+        stall_s = end_s - unstalled_s
+        others_s = batch.prefilling * max(0.0, end_s - self._others_end_s)
+        others_s += (batch.decoding + batch.loading) * stall_s + self._delay_s(extra_s)
+        rest_s = (compute - first) * self._token_s
+        return _Plan(load, 0, 0.0, end_s + rest_s, stall_s, others_s)
+
+    def held(self, fewer_chunks: int) -> _Plan:
+        """The request is released so late that its step need not wait."""
+        query = self._query
+        layers = query.layers
+        load, compute, extra_s = self._tokens(fewer_chunks)
+        first = min(compute, query.step_tokens)
+        step_s = self._step_s(first)
+        delay_s = RELEASE_S
+        if query.batch.running:
+            delay_s += STEPS_TO_RELEASE * self._others_step_s
+        copy_s = load * self._copy_s
+        early_s = delay_s + step_s * (layers - 1) / layers
+        free_s = self._others_end_s + query.batch.loading_tokens * self._token_s
+        layer_s = copy_s / layers
+        if layer_s:
+            needed = math.ceil((copy_s - early_s) / layer_s)
+            unhurried = math.floor((free_s - delay_s - query.lane_busy_s) / layer_s)
+            before = max(1, min(layers, max(needed, unhurried)))
+        else:
+            before = layers
+        ready_s = query.lane_busy_s + layer_s * before
+        begins_s = max(ready_s + delay_s, free_s)
+        landed_s = query.lane_busy_s + copy_s
+        end_s = max(begins_s + step_s, landed_s + step_s / layers)
+        rest_s = (compute - first) * self._token_s
+        return _Plan(load, before, ready_s, end_s + rest_s, 0.0, self._delay_s(extra_s))
+
+    def _tokens(self, fewer_chunks: int) -> tuple[int, float, float]:
+        """Tokens to load and to compute, and the time that the latter take more than need be."""
+        query = self._query
+        load = max(0, query.load_tokens - fewer_chunks * query.chunk_tokens)
+        extra = (query.load_tokens - load) * CAUTION
+        return load, query.compute_tokens + extra, extra * self._token_s
+
+    def _delay_s(self, extra_s: float) -> float:
+        """What computing `extra_s` longer costs the others: the GPU is theirs as well."""
+        batch = self._query.batch
+        return extra_s * (batch.running + batch.loading + batch.waiting)
+
+    def _step_s(self, tokens: float) -> float:
+        return max(self._shortest_s, tokens * self._token_s)
+
+
+def _cost(plan: _Plan) -> float:
+    return plan.cost_s
+
+
+def _bisect(plan: Callable[[int], _Plan], most: int) -> _Plan:
+    """The cheapest of `plan(0)` to `plan(most)`, of which the first cheap one; costs are convex."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if plan(middle).cost_s <= plan(middle + 1).cost_s:
+            high = middle
+        else:
+            low = middle + 1
+    return min(plan(low), plan(most), key=_cost)
+
+
+def _width(layers: int, copy_s: float) -> int:
+    """Layers a slice: one, or as many as make a slice worth announcing."""
+    if copy_s <= 0:
+        return layers
+    return max(1, min(layers, math.ceil(SLICE_S * layers / copy_s)))
+
+
+def _unmeasured(query: ReleaseQuery) -> Release:
+    alone = not query.batch.running and not query.lane_busy_s
+    copy_s = query.load_tokens * query.speed.copy_s_per_token if query.speed else math.inf
+    width = _width(query.layers, copy_s)
+    after = 0 if alone else math.ceil(query.layers * UNMEASURED_SHARE / width)
+    return Release(width, after, reason=Reason.UNMEASURED)

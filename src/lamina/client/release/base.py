@@ -1,0 +1,105 @@
+"""What a release policy is asked, and what it answers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class Batch(NamedTuple):
+    """Who else is there: what a request that is waited for in a step delays.
+
+    `prefilling` requests compute `prefill_tokens` in the step that is being put together, and
+    `decoding` ones a token each; `gated_s` is how long that step waits for slices already.
+    `loading` requests wait for their own loads and compute `loading_tokens` then; `waiting` ones have
+    not begun.
+    """
+
+    decoding: int = 0
+    prefilling: int = 0
+    prefill_tokens: int = 0
+    gated_s: float = 0.0
+    loading: int = 0
+    loading_tokens: int = 0
+    waiting: int = 0
+
+    @property
+    def running(self) -> int:
+        return self.decoding + self.prefilling
+
+
+class Speed(NamedTuple):
+    """What was measured, for a request of this length. Seconds.
+
+    `copy_s_per_token` is for all layers of a token, from host memory to the engine's. The two of
+    computing are None until enough steps were measured.
+    """
+
+    copy_s_per_token: float
+    compute_s_per_token: float | None = None
+    shortest_step_s: float = 0.0
+
+
+class ReleaseQuery(NamedTuple):
+    """What a policy may look at. A policy is a pure function of it.
+
+    `load_tokens` are what the server has beyond the engine's own hit, `compute_tokens` what is left
+    to compute after them. A shorter load ends `chunk_tokens` earlier, or a multiple of that.
+    `step_tokens` bounds the tokens of a step. The lane is free in `lane_busy_s`; the step that is
+    being put together begins in `engine_busy_s`.
+    """
+
+    layers: int
+    load_tokens: int
+    compute_tokens: int
+    chunk_tokens: int = 256
+    step_tokens: int = 2048
+    batch: Batch = Batch()
+    speed: Speed | None = None
+    lane_busy_s: float = 0.0
+    engine_busy_s: float = 0.0
+
+
+class Reason(Enum):
+    """Why a policy answered as it did; the value is for log lines and metrics."""
+
+    FIXED = "fixed"
+    """The settings say so."""
+    UNMEASURED = "unmeasured"
+    """Nothing was measured yet."""
+    HIDDEN = "hidden"
+    """Computing takes longer than copying: the step does not wait."""
+    ALONE = "alone"
+    """The step waits, and there is nobody else in it."""
+    CHEAPER = "cheaper"
+    """The step waits, and that delays all together less than letting the request wait."""
+    HELD = "held"
+    """The request waits outside the batch until the rest arrives in time."""
+    RECOMPUTED = "recomputed"
+    """Computing is sooner than loading."""
+
+
+class Release(NamedTuple):
+    """The answer. `release_after_slices` is 0 for a synchronous load: the request runs in this very
+    step, and every layer waits for its own slice. `load_tokens` is None for all of them.
+
+    Predicted from now: `ready_s` until the request is released, `first_token_s` until its prompt is
+    computed. None where nothing is known.
+    """
+
+    layers_per_slice: int
+    release_after_slices: int
+    load_tokens: int | None = None
+    reason: Reason = Reason.FIXED
+    ready_s: float | None = None
+    first_token_s: float | None = None
+
+    def tokens_of(self, query: ReleaseQuery) -> int:
+        """How many tokens to load."""
+        return query.load_tokens if self.load_tokens is None else self.load_tokens
+
+
+class ReleasePolicy(Protocol):
+    def decide(self, query: ReleaseQuery) -> Release:
+        """Called on the engine's thread, perhaps several times for one request: the last answer
+        counts."""

@@ -1,0 +1,198 @@
+"""What the policy `auto` knows: how fast the link and the engine are, and how busy.
+
+Link and engine both work in order, one job after another, and are seen from outside: a job that is
+begun at b and ends at e has been worked on since the later of b and the end of the job before. So
+queueing never counts as work. Times are seconds of any one monotonic clock, passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from lamina.client.release.base import Batch, ReleaseQuery, Speed
+
+KEPT = 9
+"""Samples of one quantity: five newer ones outvote the rest, and four wild ones do nothing."""
+ENOUGH = 3
+"""Samples without which nothing is known: the first step of an engine compiles, for example."""
+LEAST_COPY_BYTES = 4 << 20
+"""A smaller load says more about latency than about the link."""
+LEAST_STEP_TOKENS = 256
+"""A smaller step says more about launching than about computing."""
+MOST_JOBS = 64
+PRIOR_LINK_GBPS = 50.0
+"""Until measured: what 16 lanes of PCIe 5 give (H200: 54)."""
+
+
+class Recent:
+    """The median of the latest samples: it follows a change, and no outlier moves it far."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=KEPT)
+        self._value: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """None before there are `ENOUGH`."""
+        return self._value
+
+    def add(self, sample: float) -> None:
+        self._samples.append(sample)
+        if len(self._samples) >= ENOUGH:
+            self._value = sorted(self._samples)[len(self._samples) // 2]
+
+
+class _Job(NamedTuple):
+    begun_s: float
+    predicted_s: float
+
+
+class JobQueue:
+    """Jobs that are worked on in order, with predictions of how long each takes."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Hashable, _Job] = {}
+        self._last_end_s = float("-inf")
+        self._free_s = float("-inf")
+        """When, as far as predicted, the jobs were over that have ended. Ends may be seen late."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def begin(self, key: Hashable, now_s: float, predicted_s: float) -> None:
+        self._jobs[key] = _Job(now_s, predicted_s)
+        if len(self._jobs) > MOST_JOBS:  # the end of the first was never told: its server died
+            del self._jobs[next(iter(self._jobs))]
+
+    def end(self, key: Hashable, now_s: float) -> float | None:
+        """The job is over: how long it was worked on. Unknown jobs are fine: None."""
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return None
+        worked_s = now_s - max(job.begun_s, self._last_end_s)
+        self._last_end_s = max(self._last_end_s, now_s)
+        self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)
+        return worked_s
+
+    def busy_s(self, now_s: float, up_to: Hashable | None = None) -> float:
+        """Until all jobs that were begun are over, or those up to one of them."""
+        free_s = self._free_s
+        for key, job in self._jobs.items():
+            free_s = max(free_s, job.begun_s) + job.predicted_s
+            if key == up_to:
+                break
+        return max(0.0, free_s - now_s)
+
+
+class CopyMeter:
+    """How long the link takes for the KV of a token, and when it is free."""
+
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._s_per_byte = Recent()
+        self.queue = JobQueue()
+
+    @property
+    def s_per_token(self) -> float:
+        measured = self._s_per_byte.value
+        return self._token_bytes * (measured or 1e-9 / PRIOR_LINK_GBPS)
+
+    def begin(self, load: int, tokens: int, now_s: float) -> None:
+        """The load with this number is asked for."""
+        self.queue.begin(load, now_s, tokens * self.s_per_token)
+
+    def end(self, load: int, end_s: float, nbytes: int = 0) -> None:
+        """A load has landed (`nbytes`) or is over without (0)."""
+        worked_s = self.queue.end(load, end_s)
+        if worked_s is not None and worked_s > 0 and nbytes >= LEAST_COPY_BYTES:
+            self._s_per_byte.add(worked_s / nbytes)
+
+
+class StepMeter:
+    """How long steps take, by what they compute.
+
+    Time per token grows with the tokens before it, so it is kept by their number, in octaves. A
+    step that waits for slices says nothing about computing.
+    """
+
+    def __init__(self) -> None:
+        self.queue = JobQueue()
+        self._prefill: dict[int, Recent] = {}
+        self._shortest = Recent()
+        self._under_way: deque[tuple[int, int, int, bool]] = deque()
+        self._number = 0
+
+    @property
+    def shortest_s(self) -> float:
+        """A step of decoding; 0 before any was measured."""
+        return self._shortest.value or 0.0
+
+    def s_per_token(self, context_tokens: int) -> float | None:
+        """Computing a token after about `context_tokens`; None before any was measured.
+
+        Where that length was not measured the nearest one that was stands for it.
+        """
+        wanted = context_tokens.bit_length()
+        measured = [(abs(o - wanted), o) for o, kept in self._prefill.items() if kept.value]
+        return self._prefill[min(measured)[1]].value if measured else None
+
+    def step_s(self, tokens: int, context_tokens: int) -> float:
+        """A step that computes `tokens` of prompts; 0 before anything was measured."""
+        return max(self.shortest_s, tokens * (self.s_per_token(context_tokens) or 0.0))
+
+    def begin(self, now_s: float, prefill_tokens: int, context_tokens: int, waits: bool) -> None:
+        """A step was scheduled. It computes `prefill_tokens` of prompts, after `context_tokens` on
+        average, and perhaps `waits` for slices."""
+        if waits:  # the engine's thread will wait: it sees late that earlier steps are over
+            self._under_way = deque(step[:3] + (True,) for step in self._under_way)
+        self._number += 1
+        self.queue.begin(self._number, now_s, self.step_s(prefill_tokens, context_tokens))
+        self._under_way.append((self._number, prefill_tokens, context_tokens, waits))
+
+    def end(self, now_s: float) -> None:
+        """The first step that is under way is over."""
+        if not self._under_way:
+            return
+        number, tokens, context_tokens, waits = self._under_way.popleft()
+        worked_s = self.queue.end(number, now_s)
+        if not worked_s or waits:
+            return
+        if tokens >= LEAST_STEP_TOKENS:
+            octave = context_tokens.bit_length()
+            self._prefill.setdefault(octave, Recent()).add(worked_s / tokens)
+        elif not tokens:
+            self._shortest.add(worked_s)
+
+
+class Meters:
+    """Both of one engine, and the questions they answer."""
+
+    def __init__(self, layers: int, token_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
+        """`token_bytes` are the KV of a token in all layers; `step_tokens` the bound of a step."""
+        self._layers = layers
+        self._chunk_tokens = chunk_tokens
+        self._step_tokens = step_tokens
+        self.copies = CopyMeter(token_bytes)
+        self.steps = StepMeter()
+
+    def query(
+        self, now_s: float, start_tokens: int, load_tokens: int, compute_tokens: int, batch: Batch
+    ) -> ReleaseQuery:
+        """What a policy is asked about a hit of `load_tokens` beyond the first `start_tokens`."""
+        return ReleaseQuery(
+            self._layers,
+            load_tokens,
+            compute_tokens,
+            self._chunk_tokens,
+            self._step_tokens,
+            batch,
+            Speed(
+                self.copies.s_per_token,
+                self.steps.s_per_token(start_tokens + load_tokens),
+                self.steps.shortest_s,
+            ),
+            self.copies.queue.busy_s(now_s),
+            self.steps.queue.busy_s(now_s),
+        )
