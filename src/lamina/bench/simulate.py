@@ -63,10 +63,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; first-token times in order of sending. `stream_gaps_s` are between the tokens of
+    """Seconds from sending to the first and to the last token, in order of sending. `stream_gaps_s` are between the tokens of
     the streams; `loaded_tokens` and `reasons` what was decided."""
 
     first_token_s: tuple[float, ...]
+    last_token_s: tuple[float, ...]
     stream_gaps_s: tuple[float, ...]
     loaded_tokens: int
     reasons: dict[str, int]
@@ -75,6 +76,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mean_s(self) -> float:
         return sum(self.first_token_s) / len(self.first_token_s)
+
+    @property
+    def mean_total_s(self) -> float:
+        return sum(self.last_token_s) / len(self.last_token_s)
 
 
 @dataclass(eq=False)
@@ -100,6 +105,7 @@ class _Request:
     load: _Load | None = None
     decision: tuple[int, int, int] | None = None
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
 
     @property
     def is_prefilling(self) -> bool:
@@ -160,6 +166,7 @@ class _Simulation:
         ended = sorted(self._ended, key=lambda request: request.number)
         return Outcome(
             first_token_s=tuple(request.first_token_s - request.sent_s for request in ended),
+            last_token_s=tuple(request.last_token_s - request.sent_s for request in ended),
             stream_gaps_s=tuple(self._gaps),
             loaded_tokens=self._loaded,
             reasons=self._reasons,
@@ -346,6 +353,7 @@ class _Simulation:
             elif request.done >= request.prompt and not request.first_token_s:
                 request.first_token_s = self._now_s
             if request.done == request.prompt + request.outputs - 1:
+                request.last_token_s = self._now_s
                 self._running.remove(request)
                 self._ended.append(request)
                 self._send()

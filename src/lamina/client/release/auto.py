@@ -29,9 +29,10 @@ time, and its copies begin later than those of one long call would (H200, 2026-1
 RELEASE_S = 2e-3
 """From a slice's landing to the forward of an idle engine: two turns of vLLM's loop, which sleeps
 1 ms in each."""
-STEPS_TO_RELEASE = 1.5
-"""The same for a busy engine, in steps: the release is seen when the next step is launched, and
-counts in the one after that (asynchronous scheduling)."""
+DECODES_TO_RELEASE = 2
+"""The same for a busy engine, in steps after the one that is put together: with asynchronous
+scheduling a release is seen when a step is launched, counts when that step is over, and the next
+one but one has then been launched."""
 CAUTION = 1.1
 """Computing what could be loaded is assumed to be this much slower than measured."""
 LEAST_GAIN = 0.02
@@ -87,14 +88,19 @@ class _Forecast:
         self._query = query
         self._copy_s = speed.copy_s_per_token
         self._token_s = token_s
-        self._shortest_s = speed.shortest_step_s
+        self._least_prefill_s = speed.least_prefill_s
+        self._decode_s = speed.decode_s
         batch = query.batch
         self._others_step_s = self._step_s(batch.prefill_tokens) if batch.running else 0.0
         others_end_s = query.engine_busy_s + self._others_step_s
         self._others_end_s = max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s
 
     def best(self) -> _Plan:
-        ways = [self.held] if self._query.batch.loading else [self.synchronous, self.held]
+        ways = [self.held]
+        if not self._query.batch.loading:
+            alone = self.synchronous(0)
+            if not self._query.lane_busy_s or alone.stall_s <= 0:
+                ways = [self.synchronous, self.held]
         chunks = -(-self._query.load_tokens // self._query.chunk_tokens)
         whole = min((way(0) for way in ways), key=_cost)
         shorter = min((_bisect(way, chunks) for way in ways), key=_cost)
@@ -132,7 +138,7 @@ class _Forecast:
         step_s = self._step_s(first)
         delay_s = RELEASE_S
         if query.batch.running:
-            delay_s += STEPS_TO_RELEASE * self._others_step_s
+            delay_s += self._others_step_s + DECODES_TO_RELEASE * self._decode_s
         copy_s = load * self._copy_s
         early_s = delay_s + step_s * (layers - 1) / layers
         free_s = self._others_end_s + query.batch.loading_tokens * self._token_s
@@ -163,7 +169,7 @@ class _Forecast:
         return extra_s * (batch.running + batch.loading + batch.waiting)
 
     def _step_s(self, tokens: float) -> float:
-        return max(self._shortest_s, tokens * self._token_s)
+        return max(self._least_prefill_s, tokens * self._token_s) if tokens else self._decode_s
 
 
 def _cost(plan: _Plan) -> float:

@@ -31,13 +31,15 @@ class Batch(NamedTuple):
 class Speed(NamedTuple):
     """What was measured, for a request of this length. Seconds.
 
-    `copy_s_per_token` is for all layers of a token, from host memory to the engine's. The two of
-    computing are None until enough steps were measured.
+    `copy_s_per_token` is for all layers of a token, from host memory to the engine's.
+    `compute_s_per_token` is None until enough steps were measured. A step with few tokens of
+    prompts takes `least_prefill_s`, one without any `decode_s`.
     """
 
     copy_s_per_token: float
     compute_s_per_token: float | None = None
-    shortest_step_s: float = 0.0
+    least_prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class ReleaseQuery(NamedTuple):

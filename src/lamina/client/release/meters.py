@@ -29,18 +29,19 @@ PRIOR_LINK_GBPS = 50.0
 class Recent:
     """The median of the latest samples: it follows a change, and no outlier moves it far."""
 
-    def __init__(self) -> None:
+    def __init__(self, enough: int = ENOUGH) -> None:
+        self._enough = enough
         self._samples: deque[float] = deque(maxlen=KEPT)
         self._value: float | None = None
 
     @property
     def value(self) -> float | None:
-        """None before there are `ENOUGH`."""
+        """None before there are enough."""
         return self._value
 
     def add(self, sample: float) -> None:
         self._samples.append(sample)
-        if len(self._samples) >= ENOUGH:
+        if len(self._samples) >= self._enough:
             self._value = sorted(self._samples)[len(self._samples) // 2]
 
 
@@ -79,8 +80,10 @@ class JobQueue:
     def busy_s(self, now_s: float, up_to: Hashable | None = None) -> float:
         """Until all jobs that were begun are over, or those up to one of them."""
         free_s = self._free_s
+        least_s = now_s  # the first job is not over, however long it was predicted to take
         for key, job in self._jobs.items():
-            free_s = max(free_s, job.begun_s) + job.predicted_s
+            free_s = max(max(free_s, job.begun_s) + job.predicted_s, least_s)
+            least_s = free_s
             if key == up_to:
                 break
         return max(0.0, free_s - now_s)
@@ -91,7 +94,7 @@ class CopyMeter:
 
     def __init__(self, token_bytes: int) -> None:
         self._token_bytes = token_bytes
-        self._s_per_byte = Recent()
+        self._s_per_byte = Recent(enough=1)
         self.queue = JobQueue()
 
     @property
@@ -120,14 +123,20 @@ class StepMeter:
     def __init__(self) -> None:
         self.queue = JobQueue()
         self._prefill: dict[int, Recent] = {}
-        self._shortest = Recent()
+        self._small = Recent()
+        self._decode = Recent()
         self._under_way: deque[tuple[int, int, int, bool]] = deque()
         self._number = 0
 
     @property
-    def shortest_s(self) -> float:
-        """A step of decoding; 0 before any was measured."""
-        return self._shortest.value or 0.0
+    def decode_s(self) -> float:
+        """A step without prompts; 0 before any was measured."""
+        return self._decode.value or 0.0
+
+    @property
+    def least_prefill_s(self) -> float:
+        """A step with little of a prompt: launching it takes longer than computing."""
+        return max(self._small.value or 0.0, self.decode_s)
 
     def s_per_token(self, context_tokens: int) -> float | None:
         """Computing a token after about `context_tokens`; None before any was measured.
@@ -140,7 +149,9 @@ class StepMeter:
 
     def step_s(self, tokens: int, context_tokens: int) -> float:
         """A step that computes `tokens` of prompts; 0 before anything was measured."""
-        return max(self.shortest_s, tokens * (self.s_per_token(context_tokens) or 0.0))
+        if not tokens:
+            return self.decode_s
+        return max(self.least_prefill_s, tokens * (self.s_per_token(context_tokens) or 0.0))
 
     def begin(self, now_s: float, prefill_tokens: int, context_tokens: int, waits: bool) -> None:
         """A step was scheduled. It computes `prefill_tokens` of prompts, after `context_tokens` on
@@ -162,8 +173,10 @@ class StepMeter:
         if tokens >= LEAST_STEP_TOKENS:
             octave = context_tokens.bit_length()
             self._prefill.setdefault(octave, Recent()).add(worked_s / tokens)
-        elif not tokens:
-            self._shortest.add(worked_s)
+        elif tokens:
+            self._small.add(worked_s)
+        else:
+            self._decode.add(worked_s)
 
 
 class Meters:
@@ -191,7 +204,8 @@ class Meters:
             Speed(
                 self.copies.s_per_token,
                 self.steps.s_per_token(start_tokens + load_tokens),
-                self.steps.shortest_s,
+                self.steps.least_prefill_s,
+                self.steps.decode_s,
             ),
             self.copies.queue.busy_s(now_s),
             self.steps.queue.busy_s(now_s),
