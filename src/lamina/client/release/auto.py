@@ -121,8 +121,12 @@ class _Forecast:
         first = min(compute, room)
         step_s = self._step_s(batch.prefill_tokens + first)
         unstalled_s = query.engine_busy_s + step_s
-        landed_s = query.lane_busy_s + load * self._copy_s if load else 0.0
-        end_s = max(unstalled_s, landed_s + step_s / query.layers)
+        end_s = unstalled_s
+        if load:
+            copy_s, part = load * self._copy_s, 1 / query.layers
+            first_s = query.lane_busy_s + copy_s * part
+            last_s = query.lane_busy_s + copy_s
+            end_s = max(unstalled_s, first_s + step_s, last_s + step_s * part)
         stall_s = end_s - unstalled_s
         others_s = batch.prefilling * max(0.0, end_s - self._others_end_s)
         others_s += (batch.decoding + batch.loading) * stall_s + self._delay_s(extra_s)
