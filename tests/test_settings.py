@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lamina.errors import SettingsError
 from lamina.settings import (
+    AUTO,
     MAX_SOCKET_PATH_BYTES,
     WHOLE,
     ClientSettings,
@@ -91,9 +92,10 @@ def test_layerwise_overlap_refuses_anything_else_and_says_what_to_use(value: obj
 
 
 @pytest.mark.parametrize("value", ["auto", "AUTO", " auto "])
-def test_layerwise_overlap_auto_is_refused_as_not_built_yet(value: str) -> None:
-    with pytest.raises(SettingsError, match=r"'auto' is not built yet\. Use true, false or a num"):
-        parse_overlap(value)
+def test_layerwise_overlap_auto_lets_a_policy_choose(value: str) -> None:
+    parsed = ClientSettings.parse({"lamina.layerwise_overlap": value})
+    assert parsed == ClientSettings()
+    assert parsed.layerwise_overlap == AUTO
 
 
 def test_settings_of_others_are_left_alone_and_none_gives_the_defaults() -> None:

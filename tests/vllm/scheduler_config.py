@@ -64,6 +64,7 @@ def engine_config(
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {
                 "lamina.chunk_tokens": CHUNK,
+                "lamina.layerwise_overlap": 1,
                 **{f"lamina.{name}": value for name, value in settings.items()},
             },
         },

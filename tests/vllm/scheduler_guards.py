@@ -11,7 +11,10 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from lamina.engines.vllm.connector import LaminaConnector
+from lamina.engines.vllm.loads import Loads
 from lamina.engines.vllm.scheduler import SchedulerSide
+from lamina.engines.vllm.stores import Stores
+from lamina.engines.vllm.tracked import HeldBlocks
 from lamina.engines.vllm.worker import WorkerSide
 from tests.vllm.scheduler_harness import MODES, Rig
 from tests.vllm.scripted_client import CHUNK, ScriptedClient
@@ -70,8 +73,8 @@ def _tell(patch: Patch, **fields: Any) -> None:
 
 def without_holds(patch: Patch) -> None:
     """Transfers take no reference on their blocks."""
-    patch.setattr(SchedulerSide, "_hold", lambda self, blocks: None)
-    patch.setattr(SchedulerSide, "_release", lambda self, blocks: None)
+    patch.setattr(HeldBlocks, "hold", lambda self, blocks: None)
+    patch.setattr(HeldBlocks, "release", lambda self, blocks: None)
 
 
 def with_blocks_of_before(patch: Patch) -> None:
@@ -112,13 +115,13 @@ def with_first_offer(patch: Patch) -> None:
 
 def with_any_number_held(patch: Patch) -> None:
     """No bound on what is held for stores."""
-    bind = SchedulerSide.bind_pool
+    store = Stores.store_confirmed
 
-    def unbounded(self: SchedulerSide, pool: Any) -> None:
+    def unbounded(self: Stores, *arguments: Any) -> None:
         self._most_held = 1_000_000
-        bind(self, pool)
+        store(self, *arguments)
 
-    patch.setattr(SchedulerSide, "bind_pool", unbounded)
+    patch.setattr(Stores, "store_confirmed", unbounded)
 
 
 # Gates
@@ -131,15 +134,7 @@ def without_gates(patch: Patch) -> None:
 
 def without_sharers(patch: Patch) -> None:
     """Only its own request waits for a load."""
-    allocated = SchedulerSide.allocated
-
-    def only_owners(self: SchedulerSide, *arguments: Any) -> None:
-        allocated(self, *arguments)
-        for load in self._loads.values():
-            owner = load.tracked.request.request_id
-            load.readers = {n: r for n, r in load.readers.items() if n == owner}
-
-    patch.setattr(SchedulerSide, "allocated", only_owners)
+    patch.setattr(Loads, "note_reader", lambda self, tracked: None)
 
 
 def without_sync_flag(patch: Patch) -> None:
@@ -185,17 +180,17 @@ def without_failures(patch: Patch) -> None:
 
 def without_recomputing(patch: Patch) -> None:
     """A request whose load failed before it ran takes its tokens for computed."""
-    patch.setattr(SchedulerSide, "_recompute", lambda self, load: None)
+    patch.setattr(Loads, "_recompute", lambda self, load: None)
 
 
 def with_careless_recomputing(patch: Patch) -> None:
     """Such a request keeps its blocks and may find others."""
 
-    def only_count(self: SchedulerSide, load: Any) -> None:
+    def only_count(self: Loads, load: Any) -> None:
         load.tracked.may_load = False
         load.tracked.request.num_computed_tokens = load.start_tokens
 
-    patch.setattr(SchedulerSide, "_recompute", only_count)
+    patch.setattr(Loads, "_recompute", only_count)
 
 
 def without_eviction(patch: Patch) -> None:
@@ -218,15 +213,15 @@ def without_end_lease(patch: Patch) -> None:
 
 def with_steps_in_flight(patch: Patch) -> None:
     """What is scheduled counts as computed."""
-    store = SchedulerSide._store_confirmed
+    store = Stores.store_confirmed
 
-    def eager(self: SchedulerSide, tracked: Any) -> None:
+    def eager(self: Stores, tracked: Any, *arguments: Any) -> None:
         in_flight = tracked.request.num_in_flight_tokens
         tracked.request.num_in_flight_tokens = 0
-        store(self, tracked)
+        store(self, tracked, *arguments)
         tracked.request.num_in_flight_tokens = in_flight
 
-    patch.setattr(SchedulerSide, "_store_confirmed", eager)
+    patch.setattr(Stores, "store_confirmed", eager)
 
 
 def without_pending_work(patch: Patch) -> None:

@@ -63,8 +63,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds from sending to the first and to the last token, in order of sending. `stream_gaps_s` are between the tokens of
-    the streams; `loaded_tokens` and `reasons` what was decided."""
+    """Seconds from sending to the first and to the last token, in order of sending;
+    `stream_gaps_s` between the tokens of streams. `loaded_tokens` and `reasons`: what was decided.
+    """
 
     first_token_s: tuple[float, ...]
     last_token_s: tuple[float, ...]
@@ -119,6 +120,7 @@ class _Request:
 @dataclass(eq=False)
 class _Step:
     work: list[tuple[_Request, int]]
+    number: int = 0
     end_s: float = 0.0
     released: list[_Request] = field(default_factory=list)
 
@@ -145,7 +147,7 @@ class _Simulation:
         self._under_way: deque[_Step] = deque()
         self._untold: list[tuple[_Load, int]] = []
         self._ended: list[_Request] = []
-        self._sent = 0
+        self._sent = self._steps = 0
         self._gaps: list[float] = []
         self._loaded = 0
         self._reasons: dict[str, int] = {}
@@ -317,7 +319,9 @@ class _Simulation:
         loads = self._open_loads([r for r, _ in step.work])
         prefill_tokens = sum(n for _, n in prefill)
         context = sum(n * r.scheduled for r, n in prefill) // max(1, prefill_tokens)
-        self._meters.steps.begin(self._now_s, prefill_tokens, context, bool(loads))
+        self._steps += 1
+        step.number = self._steps
+        self._meters.steps.begin(step.number, self._now_s, prefill_tokens, context, bool(loads))
         time_s = max(self._gpu_free_s, self._now_s + machine.launch_s)
         for layer in range(machine.layers):
             time_s = max([time_s, *(load.landed_s[layer] for load in loads)]) + layer_s
@@ -343,7 +347,7 @@ class _Simulation:
 
     def _complete(self, step: _Step) -> None:
         self._now_s = max(self._now_s, step.end_s)
-        self._meters.steps.end(self._now_s)
+        self._meters.steps.end(step.number, self._now_s)
         self._promote(step)
         for request, tokens in step.work:
             request.done += tokens
@@ -360,16 +364,18 @@ class _Simulation:
 
     def _warm_up(self) -> None:
         """What the meters learn while documents are computed for the first time."""
-        machine, meters = self._machine, self._meters
-        now_s = -1e6
+        machine = self._machine
+        self._now_s = -1e6
         for _ in range(5):
             for context in range(0, 16_384, machine.step_tokens):
-                mean_s = machine.token_s + machine.token_context_s * (
-                    context + machine.step_tokens / 2
-                )
-                meters.steps.begin(now_s, machine.step_tokens, context, False)
-                now_s += machine.step_tokens * mean_s
-                meters.steps.end(now_s)
-            meters.steps.begin(now_s, 0, 0, False)
-            now_s += machine.decode_step_s
-            meters.steps.end(now_s)
+                tokens = machine.step_tokens
+                token_s = machine.token_s + machine.token_context_s * (context + tokens / 2)
+                self._learn(tokens, context, machine.step_s + tokens * token_s)
+            self._learn(0, 0, machine.decode_step_s)
+        self._now_s = 0.0
+
+    def _learn(self, tokens: int, context: int, took_s: float) -> None:
+        self._steps += 1
+        self._meters.steps.begin(self._steps, self._now_s, tokens, context, False)
+        self._now_s += took_s
+        self._meters.steps.end(self._steps, self._now_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lamina.client import FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.client import AutoPolicy, FixedPolicy, ReleasePolicy, WholePolicy
 from lamina.engines.reference.request import State
 from tests.engines.reference.engines import (
     BLOCK,
@@ -99,6 +99,7 @@ def test_one_byte_of_any_stored_page_changes_the_logits_of_a_hit(
         FixedPolicy(1, release_after_slices=0),
         FixedPolicy(3, release_after_slices=0),
         FixedPolicy(4, release_after_slices=0),
+        AutoPolicy(),
     ],
     ids=str,
 )

@@ -11,8 +11,8 @@ class Batch(NamedTuple):
 
     `prefilling` requests compute `prefill_tokens` in the step that is being put together, and
     `decoding` ones a token each; `gated_s` is how long that step waits for slices already.
-    `loading` requests wait for their own loads and compute `loading_tokens` then; `waiting` ones have
-    not begun.
+    `loading` requests wait for their own loads and compute `loading_tokens` then; `waiting` ones
+    have not begun.
     """
 
     decoding: int = 0

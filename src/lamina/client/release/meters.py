@@ -67,12 +67,15 @@ class JobQueue:
         if len(self._jobs) > MOST_JOBS:  # the end of the first was never told: its server died
             del self._jobs[next(iter(self._jobs))]
 
-    def end(self, key: Hashable, now_s: float) -> float | None:
-        """The job is over: how long it was worked on. Unknown jobs are fine: None."""
+    def end(self, key: Hashable, now_s: float, begun_s: float | None = None) -> float | None:
+        """The job is over: how long it was worked on, after `begun_s` if that is better known.
+
+        Unknown jobs are fine: None.
+        """
         job = self._jobs.pop(key, None)
         if job is None:
             return None
-        worked_s = now_s - max(job.begun_s, self._last_end_s)
+        worked_s = now_s - max(begun_s or job.begun_s, self._last_end_s)
         self._last_end_s = max(self._last_end_s, now_s)
         self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)
         return worked_s
@@ -93,24 +96,31 @@ class CopyMeter:
     """How long the link takes for the KV of a token, and when it is free."""
 
     def __init__(self, token_bytes: int) -> None:
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._s_per_byte = Recent(enough=1)
         self.queue = JobQueue()
 
     @property
     def s_per_token(self) -> float:
         measured = self._s_per_byte.value
-        return self._token_bytes * (measured or 1e-9 / PRIOR_LINK_GBPS)
+        return self.token_bytes * (measured or 1e-9 / PRIOR_LINK_GBPS)
 
     def begin(self, load: int, tokens: int, now_s: float) -> None:
         """The load with this number is asked for."""
         self.queue.begin(load, now_s, tokens * self.s_per_token)
 
-    def end(self, load: int, end_s: float, nbytes: int = 0) -> None:
+    def end(self, load: int, end_s: float, nbytes: int = 0, begun_s: float | None = None) -> None:
         """A load has landed (`nbytes`) or is over without (0)."""
-        worked_s = self.queue.end(load, end_s)
+        worked_s = self.queue.end(load, end_s, begun_s)
         if worked_s is not None and worked_s > 0 and nbytes >= LEAST_COPY_BYTES:
             self._s_per_byte.add(worked_s / nbytes)
+
+
+class _Step(NamedTuple):
+    number: int
+    prefill_tokens: int
+    context_tokens: int
+    waits: bool
 
 
 class StepMeter:
@@ -125,8 +135,7 @@ class StepMeter:
         self._prefill: dict[int, Recent] = {}
         self._small = Recent()
         self._decode = Recent()
-        self._under_way: deque[tuple[int, int, int, bool]] = deque()
-        self._number = 0
+        self._under_way: deque[_Step] = deque()
 
     @property
     def decode_s(self) -> float:
@@ -153,25 +162,28 @@ class StepMeter:
             return self.decode_s
         return max(self.least_prefill_s, tokens * (self.s_per_token(context_tokens) or 0.0))
 
-    def begin(self, now_s: float, prefill_tokens: int, context_tokens: int, waits: bool) -> None:
-        """A step was scheduled. It computes `prefill_tokens` of prompts, after `context_tokens` on
-        average, and perhaps `waits` for slices."""
+    def begin(
+        self, number: int, now_s: float, prefill_tokens: int, context_tokens: int, waits: bool
+    ) -> None:
+        """A step was scheduled, with a number above those before. It computes `prefill_tokens` of
+        prompts, after `context_tokens` on average, and perhaps `waits` for slices."""
         if waits:  # the engine's thread will wait: it sees late that earlier steps are over
-            self._under_way = deque(step[:3] + (True,) for step in self._under_way)
-        self._number += 1
-        self.queue.begin(self._number, now_s, self.step_s(prefill_tokens, context_tokens))
-        self._under_way.append((self._number, prefill_tokens, context_tokens, waits))
+            self._under_way = deque(step._replace(waits=True) for step in self._under_way)
+        self.queue.begin(number, now_s, self.step_s(prefill_tokens, context_tokens))
+        self._under_way.append(_Step(number, prefill_tokens, context_tokens, waits))
 
-    def end(self, now_s: float) -> None:
-        """The first step that is under way is over."""
-        if not self._under_way:
-            return
-        number, tokens, context_tokens, waits = self._under_way.popleft()
-        worked_s = self.queue.end(number, now_s)
-        if not worked_s or waits:
-            return
+    def end(self, number: int, now_s: float) -> None:
+        """The step with this number is over, and all before it."""
+        while self._under_way and self._under_way[0].number <= number:
+            step = self._under_way.popleft()
+            worked_s = self.queue.end(step.number, now_s)
+            if worked_s and not step.waits and step.number == number:
+                self._add(step, worked_s)
+
+    def _add(self, step: _Step, worked_s: float) -> None:
+        tokens = step.prefill_tokens
         if tokens >= LEAST_STEP_TOKENS:
-            octave = context_tokens.bit_length()
+            octave = step.context_tokens.bit_length()
             self._prefill.setdefault(octave, Recent()).add(worked_s / tokens)
         elif tokens:
             self._small.add(worked_s)

@@ -1,7 +1,8 @@
 """All that the reference engine does with Lamina: a template for other engines.
 
     begin   look a request's prompt up            hit       tokens the server holds, once known
-    load    retrieve them into the blocks         gates     what a step must wait for
+    plan    how many of them to load, and how     load      retrieve them into the blocks
+    gates   what a step must wait for
     failed  loads whose blocks hold no KV         save      store full chunks that were computed
     reap    give back blocks of ended transfers   end       the request is over
 
@@ -11,12 +12,14 @@ the transfer is over: whatever becomes of the request, nobody else gets the bloc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from lamina.board import TransferStatus
-from lamina.client import Client, Gate, ReleaseQuery, Retrieve, Store
+from lamina.client import Batch, Client, Gate, Meters, Release, Retrieve, Store
 from lamina.engines.reference.blocks import BlockPool
 from lamina.engines.reference.request import Request
 from lamina.keys import KeyChain, Namespace
@@ -24,19 +27,34 @@ from lamina.keys import KeyChain, Namespace
 OK = TransferStatus.OK
 
 
+class _Loading(NamedTuple):
+    """A retrieve whose blocks are held."""
+
+    number: int
+    gate: Gate
+    blocks: list[int]
+    tokens: int
+
+
 class PrefixStore:
     """The engine's cache server, seen from its scheduler. Engine's thread only."""
 
     def __init__(
-        self, client: Client, namespace: Namespace, pool: BlockPool, block_tokens: int, layers: int
+        self,
+        client: Client,
+        namespace: Namespace,
+        pool: BlockPool,
+        block_tokens: int,
+        meters: Meters,
     ) -> None:
         self.client = client
+        self.meters = meters
         self._namespace = namespace
         self._pool = pool
         self._block_tokens = block_tokens
-        self._layers = layers
         self._chains: dict[Request, KeyChain] = {}
-        self._loading: list[tuple[Gate, list[int]]] = []
+        self._loading: list[_Loading] = []
+        self._loads = 0
         self._given_up: list[tuple[Retrieve, list[int]]] = []
         self._saving: list[tuple[Store, list[int]]] = []
 
@@ -68,14 +86,22 @@ class PrefixStore:
         most = (len(request.tokens) - 1) // self._block_tokens * self._block_tokens
         return min(result.chunks * self.client.chunk_tokens, most)
 
-    def load(self, request: Request, start: int, end: int) -> Gate | None:
+    def plan(self, request: Request, start: int, end: int, others: Batch) -> tuple[int, Release]:
+        """How to load tokens `[start, end)` of a hit, and where to end: at `start` to compute all.
+
+        Commits nothing.
+        """
+        assert request.policy is not None
+        left = len(request.tokens) - end
+        query = self.meters.query(time.monotonic(), start, end - start, left, others)
+        release = request.policy.decide(query)
+        return start + release.tokens_of(query), release
+
+    def load(self, request: Request, start: int, end: int, release: Release) -> Gate | None:
         """Retrieve tokens `[start, end)` of a hit into the request's blocks; None: recompute."""
         assert request.lookup is not None
         assert request.lookup.result is not None
-        assert request.policy is not None
         blocks = request.blocks[start // self._block_tokens : end // self._block_tokens]
-        query = ReleaseQuery(self._layers, end - start, len(request.tokens) - end)
-        release = request.policy.decide(query)
         retrieve = self.client.retrieve(
             request.name,
             request.lookup.result.lease,
@@ -87,7 +113,9 @@ class PrefixStore:
             return None
         self._pool.hold(blocks)
         gate = Gate(retrieve, release.release_after_slices)
-        self._loading.append((gate, blocks))
+        self._loads += 1
+        self._loading.append(_Loading(self._loads, gate, blocks, end - start))
+        self.meters.copies.begin(self._loads, end - start, time.monotonic())
         return gate
 
     def not_needed(self, request: Request) -> None:
@@ -103,7 +131,7 @@ class PrefixStore:
         Not just their own: another request may share blocks that are still being loaded.
         """
         read = {block for request in requests for block in request.blocks}
-        return [gate for gate, blocks in self._loading if not read.isdisjoint(blocks)]
+        return [load.gate for load in self._loading if not read.isdisjoint(load.blocks)]
 
     def failed(self) -> list[tuple[Retrieve, list[int]]]:
         """Retrieves that have failed, with the blocks that hold no KV now; each only once.
@@ -111,13 +139,15 @@ class PrefixStore:
         The engine must see to whoever reads the blocks. They stay held until the server agrees
         that it will not write them any more.
         """
-        failed = [item for item in self._loading if item[0].retrieve.outcome]
-        for gate, blocks in failed:
-            self._loading.remove((gate, blocks))
-            self._given_up.append((gate.retrieve, blocks))
-            if not gate.retrieve.is_over:
-                self.client.cancel(gate.retrieve)
-        return [(gate.retrieve, blocks) for gate, blocks in failed]
+        failed = [load for load in self._loading if load.gate.retrieve.outcome]
+        for load in failed:
+            retrieve = load.gate.retrieve
+            self._loading.remove(load)
+            self.meters.copies.end(load.number, time.monotonic())
+            self._given_up.append((retrieve, load.blocks))
+            if not retrieve.is_over:
+                self.client.cancel(retrieve)
+        return [(load.gate.retrieve, load.blocks) for load in failed]
 
     def save(self, request: Request) -> None:
         """Store the full chunks of the request that are computed and not stored yet."""
@@ -154,9 +184,11 @@ class PrefixStore:
     def reap(self) -> None:
         """Release the blocks of transfers that are over; of failed loads after `failed` told."""
         self.client.poll()
-        for item in [item for item in self._loading if item[0].retrieve.outcome is OK]:
-            self._loading.remove(item)
-            self._pool.release(reversed(item[1]))
+        for load in [load for load in self._loading if load.gate.retrieve.outcome is OK]:
+            self._loading.remove(load)
+            self._pool.release(reversed(load.blocks))
+            nbytes = load.tokens * self.meters.copies.token_bytes
+            self.meters.copies.end(load.number, time.monotonic(), nbytes)
         for given_up in [item for item in self._given_up if item[0].is_over]:
             self._given_up.remove(given_up)
             self._pool.release(reversed(given_up[1]))

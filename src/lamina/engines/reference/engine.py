@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from lamina.client import Client, StepGates
+from lamina.client import Client, Meters, StepGates
 from lamina.client.release import ReleasePolicy
 from lamina.engines.reference.blocks import BlockPool
 from lamina.engines.reference.cache import PrefixStore
@@ -59,6 +59,10 @@ class ReferenceEngine:
             layout="block,kv,token,head",
             backend="reference",
         )
+        self._meters = Meters(
+            config.layers, config.kv_bytes_per_token, chunk_tokens, max_step_tokens
+        )
+        self._steps = 0
         self.store: PrefixStore | None = None
         if client is not None:
             regions = [
@@ -67,7 +71,7 @@ class ReferenceEngine:
             ]
             client.register(geometry, page_map_of(self.memory, config, num_blocks), regions)
             self.store = PrefixStore(
-                client, namespace, self.pool, config.block_tokens, config.layers
+                client, namespace, self.pool, config.block_tokens, self._meters
             )
         self.scheduler = Scheduler(
             self.pool, self.store, namespace, config.block_tokens, max_step_tokens
@@ -116,6 +120,7 @@ class ReferenceEngine:
             return False
         gates = self.store.gates(item.request for item in work) if self.store else []
         step_gates = StepGates(self.client.device, gates) if self.client is not None else None
+        self._measure(work, waits=step_gates is not None and bool(step_gates.gates))
         logits = self.model.forward(
             [self._span(item) for item in work],
             self.memory,
@@ -127,6 +132,7 @@ class ReferenceEngine:
             step_gates.settle()
             self.stalled_s += step_gates.waited_s
             recomputed = self._recompute_failed()
+        self._meters.steps.end(self._steps, time.monotonic())
         for item, row in zip(work, logits, strict=True):
             if item.request not in recomputed:
                 self._advance(item, row)
@@ -158,6 +164,15 @@ class ReferenceEngine:
             for retrieve, blocks in self.store.failed():
                 affected.update(self.scheduler.recompute(retrieve, blocks))
         return affected
+
+    def _measure(self, work: list[Work], waits: bool) -> None:
+        """Time this step, for the policies."""
+        prefill = [item for item in work if item.tokens > 1]
+        tokens = sum(item.tokens for item in prefill)
+        before = sum(item.tokens * item.request.computed_tokens for item in prefill)
+        self._steps += 1
+        context = before // tokens if tokens else 0
+        self._meters.steps.begin(self._steps, time.monotonic(), tokens, context, waits)
 
     def _span(self, item: Work) -> Span:
         request, start = item.request, item.request.computed_tokens

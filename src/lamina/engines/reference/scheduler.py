@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lamina.client import Retrieve
+from lamina.client import Batch, Retrieve
 from lamina.engines.reference.blocks import BlockPool
 from lamina.engines.reference.cache import PrefixStore
 from lamina.engines.reference.request import Request, State
@@ -131,20 +131,42 @@ class Scheduler:
         request.computed_tokens = len(shared) * self._block_tokens
         request.hit_tokens = 0
         self.waiting.remove(request)
-        if hit > request.computed_tokens:
-            assert self._store is not None
-            request.gate = self._store.load(request, request.computed_tokens, hit)
-            if request.gate is not None:
-                request.hit_tokens = hit - request.computed_tokens
-                request.computed_tokens = hit
-                if request.gate.release_after_slices:
-                    request.state = State.LOADING
-                    self.loading.append(request)
-                    return True
-        elif self._store is not None:
+        if hit > request.computed_tokens and self._load(request, hit):
+            request.state = State.LOADING
+            self.loading.append(request)
+            return True
+        if request.gate is None and self._store is not None:
             self._store.not_needed(request)
         self._run(request)
         return True
+
+    def _load(self, request: Request, hit: int) -> bool:
+        """Load the request's hit as its policy says; whether it must wait for its release."""
+        assert self._store is not None
+        start = request.computed_tokens
+        end, release = self._store.plan(request, start, hit, self._others())
+        if end <= start:
+            return False
+        request.gate = self._store.load(request, start, end, release)
+        if request.gate is None:
+            return False
+        request.hit_tokens = end - start
+        request.computed_tokens = end
+        return release.release_after_slices > 0
+
+    def _others(self) -> Batch:
+        """Who is delayed when this step waits; the request that is asked about is in no list."""
+        left = [len(r.tokens) - r.computed_tokens for r in self.running]
+        prefill = [tokens for tokens in left if tokens > 1]
+        loading = [len(r.tokens) - r.computed_tokens for r in self.loading]
+        return Batch(
+            decoding=len(left) - len(prefill),
+            prefilling=len(prefill),
+            prefill_tokens=min(self._max_step_tokens, sum(prefill)),
+            loading=len(loading),
+            loading_tokens=sum(loading),
+            waiting=len(self.waiting),
+        )
 
     def _run(self, request: Request) -> None:
         request.state = State.RUNNING

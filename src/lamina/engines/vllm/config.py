@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lamina.client import ReleasePolicy, fixed_policy
+from lamina.client import ReleasePolicy, release_policy
 from lamina.errors import SettingsError
 from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings, parse_overlap
 
@@ -49,8 +49,8 @@ class RequestSettings:
         self.load = bool(forced.get("load", True))
         self.store = bool(forced.get("store", True))
         width = parse_overlap(forced.get("layerwise_overlap", settings.layerwise_overlap))
-        after = int(forced.get("release_after_slices", settings.release_after_slices))
-        self.policy: ReleasePolicy = fixed_policy(width, after)
+        after = forced.get("release_after_slices", settings.release_after_slices)
+        self.policy: ReleasePolicy = release_policy(width, None if after is None else int(after))
 
 
 def check_supported(vllm_config: Any) -> None:

@@ -73,6 +73,7 @@ class LaminaConnector(KVConnectorBase_V1):
                 self._client("vLLM scheduler", HostWorkerDevice()),
                 vllm_config.cache_config.block_size,
                 kv_cache_config.num_blocks,
+                vllm_config.scheduler_config.max_num_batched_tokens,
                 vllm_config.parallel_config.world_size,
             )
             self._connect(self._scheduler.client)
@@ -102,6 +103,7 @@ class LaminaConnector(KVConnectorBase_V1):
         self._handshake = WorkerHandshake(
             layout.geometry.digest,
             len(layout.geometry.layers),
+            layout.token_bytes,
             layout.signature,
             self._backend_names(),
         )
@@ -170,7 +172,7 @@ class LaminaConnector(KVConnectorBase_V1):
             found.backend,
         )
         assert self._scheduler is not None
-        self._scheduler.set_identity(namespace, found.layers)
+        self._scheduler.set_identity(namespace, found.layers, found.token_bytes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """From 0.32 on."""

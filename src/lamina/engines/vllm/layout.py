@@ -33,6 +33,12 @@ class KvLayout(NamedTuple):
     layer_of: dict[str, int]
     signature: str
 
+    @property
+    def token_bytes(self) -> int:
+        """The KV of a token, in all layers."""
+        block = sum(layer.planes * layer.page_bytes for layer in self.geometry.layers)
+        return block // self.geometry.groups[0].block_tokens
+
 
 def layout_of(
     kv_caches: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int, chunk_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -41,7 +42,10 @@ class StoreSpec:
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """One step. `gates` are the loads that a request of this step may read before they have
-    settled; `bad_blocks` those of loads that failed after their request was released."""
+    settled; `bad_blocks` those of loads that failed after their request was released. Steps are
+    numbered from 1."""
+
+    number: int = 0
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
@@ -50,31 +54,53 @@ class StepMetadata(KVConnectorMetadata):
     tokens: int = 0
 
 
+class LandedLoad(NamedTuple):
+    """The server's account of a load: asked for and landed at these times of `time.monotonic`."""
+
+    number: int
+    nbytes: int
+    begun_s: float
+    end_s: float
+
+
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
     """What became of loads and stores, by number; counted over ranks, each reports once.
 
     `over`: nothing more will touch the blocks. `failed`: after release, the blocks are bad.
-    `recompute`: failed before release and over, the request can compute instead.
+    `recompute`: failed before release and over, the request can compute instead. `step` is the
+    number of a step that computed something, `landed` what the server told since the last report.
     """
+
+    step: int = 0
 
     loads_over: Counter[int] = field(default_factory=Counter)
     loads_failed: Counter[int] = field(default_factory=Counter)
     loads_to_recompute: Counter[int] = field(default_factory=Counter)
     stores_over: Counter[int] = field(default_factory=Counter)
+    landed: list[LandedLoad] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Add another rank's report."""
         assert isinstance(other, StepReport)
         return StepReport(
+            max(self.step, other.step),
             self.loads_over + other.loads_over,
             self.loads_failed + other.loads_failed,
             self.loads_to_recompute + other.loads_to_recompute,
             self.stores_over + other.stores_over,
+            self.landed + other.landed,
         )
 
     def __bool__(self) -> bool:
-        return any((self.loads_over, self.loads_failed, self.loads_to_recompute, self.stores_over))
+        return bool(
+            self.step
+            or self.loads_over
+            or self.loads_failed
+            or self.loads_to_recompute
+            or self.stores_over
+            or self.landed
+        )
 
 
 @dataclass(frozen=True)
@@ -83,5 +109,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
 
     geometry_digest: bytes
     layers: int
+    token_bytes: int
+    """The KV of a token, in all layers."""
     layout: str
     backend: str

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from lamina.client import Reason
+
 
 @dataclass
 class SchedulerCounts:
@@ -21,6 +23,23 @@ class SchedulerCounts:
     failed: int = 0
     stored_chunks: int = 0
     dropped_chunks: int = 0
+    loads_fixed: int = 0
+    loads_unmeasured: int = 0
+    loads_hidden: int = 0
+    loads_alone: int = 0
+    loads_cheaper: int = 0
+    loads_held: int = 0
+    hits_recomputed: int = 0
+    hit_tokens_computed: int = 0
+    expected_release_s: float = 0.0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+    expected_first_token_s: float = 0.0
+
+    def count_decision(self, reason: Reason) -> None:
+        """One more hit that was loaded, or not, for this reason."""
+        name = "hits_recomputed" if reason is Reason.RECOMPUTED else f"loads_{reason.value}"
+        setattr(self, name, getattr(self, name) + 1)
 
 
 @dataclass
@@ -32,6 +51,8 @@ class WorkerCounts:
     stall_s: float = 0.0
     failed: int = 0
     loaded_bytes: int = 0
+    copies: int = 0
+    copy_s: float = 0.0
 
 
 DESCRIPTIONS = {
@@ -41,10 +62,24 @@ DESCRIPTIONS = {
     "failed": "Loads that failed after their request was released.",
     "stored_chunks": "Chunks sent to be stored.",
     "dropped_chunks": "Chunks not stored because too many blocks were held.",
+    "loads_fixed": "Loads as the settings fix them.",
+    "loads_unmeasured": "Loads by 'auto' before it had measured anything.",
+    "loads_hidden": "Loads by 'auto' in the request's own step, which computes longer.",
+    "loads_alone": "Loads by 'auto' in the request's own step, which waits, alone.",
+    "loads_cheaper": "Loads by 'auto' in a step that waits although others are in it.",
+    "loads_held": "Loads by 'auto' whose requests wait outside the batch.",
+    "hits_recomputed": "Hits that 'auto' computed instead of loading.",
+    "hit_tokens_computed": "Tokens of hits that were computed because that is sooner.",
+    "expected_release_s": "What 'auto' expected release_s to be.",
+    "first_tokens": "First tokens whose time 'auto' predicted.",
+    "first_token_s": "Seconds from those decisions to the first token.",
+    "expected_first_token_s": "What 'auto' expected first_token_s to be.",
     "releases": "Requests released from an asynchronous load.",
     "release_s": "Seconds from the start of those loads to the release.",
     "stall_s": "Seconds that the launching thread waited for slices.",
     "loaded_bytes": "Bytes of loads that ended well.",
+    "copies": "Loads of which the server has told how long they took.",
+    "copy_s": "Seconds of those loads, from asking to landing.",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,13 @@ from lamina.board import TransferStatus
 from lamina.client import Client, Gate, Retrieve, StepGates, Store
 from lamina.devices.base import WorkerDevice
 from lamina.engines.vllm.layout import KvLayout
-from lamina.engines.vllm.messages import LoadSpec, StepMetadata, StepReport, StoreSpec
+from lamina.engines.vllm.messages import (
+    LandedLoad,
+    LoadSpec,
+    StepMetadata,
+    StepReport,
+    StoreSpec,
+)
 from lamina.engines.vllm.stats import WorkerCounts
 
 log = logging.getLogger(__name__)
@@ -27,6 +34,10 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGE_S = 2.0
 """How long a failed load of a waiting request may take to be acknowledged where the request then
 computes in the same blocks. Past it the request ends in an error; its blocks stay held."""
+
+
+_MOST_UNACCOUNTED = 64
+"""Loads that have landed and of which the server's account is awaited. It may never come."""
 
 
 @dataclass(eq=False)
@@ -69,6 +80,7 @@ class WorkerSide:
         self._loads: dict[int, _Loading] = {}
         self._stores: dict[int, Store] = {}
         self._stores_never_begun: list[int] = []
+        self._unaccounted: deque[_Loading] = deque(maxlen=_MOST_UNACCOUNTED)
         self._step: StepMetadata | None = None
         self._step_gates: StepGates | None = None
         self.invalid_blocks: set[int] = set()
@@ -128,7 +140,9 @@ class WorkerSide:
         for number in self._stores_never_begun:
             report.stores_over[number] = 1
         self._stores_never_begun.clear()
+        report.landed = self._take_accounts()
         if self._step is not None and self._step.tokens:
+            report.step = self._step.number
             self.invalid_blocks |= self._step.bad_blocks
         self._step_gates = self._step = None
         return released, report
@@ -144,7 +158,7 @@ class WorkerSide:
         )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
         released = not spec.release_after_slices
-        self._loads[spec.number] = _Loading(spec, gate, time.perf_counter(), released)
+        self._loads[spec.number] = _Loading(spec, gate, time.monotonic(), released)
 
     def _begin_store(self, spec: StoreSpec, stream: Any) -> None:
         ticket = self.client.write_ticket(stream)
@@ -184,7 +198,7 @@ class WorkerSide:
             if loading.gate.is_released:
                 loading.released = True
                 released.add(name)
-                self.counts.release_s += time.perf_counter() - loading.began_s
+                self.counts.release_s += time.monotonic() - loading.began_s
                 self.counts.releases += 1
         elif loading.is_over or self._recomputes_elsewhere:
             released.add(name)
@@ -206,6 +220,21 @@ class WorkerSide:
             self.counts.failed += 1
         else:
             self.counts.loaded_bytes += len(loading.spec.blocks) * self._block_bytes
+            self._unaccounted.append(loading)
+
+    def _take_accounts(self) -> list[LandedLoad]:
+        """What the server has told since the last time about loads that are over."""
+        told = []
+        for loading in list(self._unaccounted):
+            account = loading.gate.retrieve.ended if loading.gate is not None else None
+            if account is not None:
+                self._unaccounted.remove(loading)
+                end_s = loading.began_s + account.total_us / 1e6
+                number = loading.spec.number
+                told.append(LandedLoad(number, account.nbytes, loading.began_s, end_s))
+                self.counts.copies += 1
+                self.counts.copy_s += account.total_us / 1e6
+        return told
 
 
 def export_all(device: WorkerDevice, layout: KvLayout) -> list[Any]:

@@ -1,0 +1,75 @@
+"""What the scheduler's side keeps about a request, and the hold that transfers have on blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.client import Lookup, Release
+from lamina.engines.vllm.config import RequestSettings
+from lamina.keys import Extra, KeyChain
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What vLLM was told about a hit; it counts once blocks are allocated for it.
+
+    `tokens` of the `hit_tokens` beyond `start_tokens` are offered: perhaps none.
+    """
+
+    lease: int
+    start_tokens: int
+    hit_tokens: int
+    tokens: int
+    release: Release
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A request that vLLM knows."""
+
+    request: Any
+    settings: RequestSettings
+    chain: KeyChain
+    extras: dict[int, list[Extra]]
+    may_load: bool
+    may_store: bool
+    lookup: Lookup | None = None
+    looked_up_s: float = 0.0
+    offer: Offer | None = None
+    blocks: list[int] = field(default_factory=list)
+    admitted_tokens: int = 0
+    """Tokens that counted as computed when the request was last scheduled anew. Others may be
+    computing them in that very step, so they are confirmed only once more than they are."""
+    saved_chunks: int = 0
+    """Leading chunks that the server has or was sent."""
+
+    @property
+    def name(self) -> str:
+        return str(self.request.request_id)
+
+
+class HeldBlocks:
+    """One more reference in vLLM's own block pool on every block that a transfer may touch.
+
+    So abort, preemption, finish and time-out, in any order, never hand a block out while it may
+    still be read or written.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def bind(self, pool: Any) -> None:
+        """vLLM's block pool; before anything is held."""
+        self._pool = pool
+
+    def hold(self, blocks: list[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: list[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Nobody may find the blocks in the prefix cache any more."""
+        self._pool.evict_blocks(set(blocks))
