@@ -213,6 +213,50 @@ def bench_transfer(
         raise typer.Exit(1)
 
 
+@bench_app.command("simulate")
+def bench_simulate(
+    prompt_tokens: Annotated[int, typer.Option(min=2)] = 15_154,
+    hit_tokens: Annotated[str, typer.Option(help="Of them cached, to sweep.")] = "14336,12288",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, to sweep.")] = "1,4,8",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a cell.")] = 8,
+    link_gbps: Annotated[float, typer.Option(min=0.01, help="The link's GB/s.")] = 54.5,
+    kv_bytes_per_token: Annotated[str, typer.Option(help="In all layers.")] = "128KiB",
+    layers: Annotated[int, typer.Option(min=1)] = 32,
+    step_tokens: Annotated[int, typer.Option(min=1, help="max_num_batched_tokens.")] = 2048,
+    prefill_tokens_per_ms: Annotated[float, typer.Option(min=0.01, help="Computing.")] = 50.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict first-token times on a model of engine and link, for each way to load a hit.
+
+    All else is as measured for an 8B model on an H200; see docs/performance.md.
+    """
+    from lamina.bench.simulate import Machine, Workload, run_cells, simulation_table
+
+    hits, counts = parse_counts(hit_tokens), parse_counts(concurrency)
+    if max(hits) >= prompt_tokens:
+        raise SettingsError(
+            f"a hit of {max(hits)} tokens in a prompt of {prompt_tokens}",
+            "Use shorter hits: at least one token is computed",
+        )
+    machine = Machine(
+        layers=layers,
+        token_bytes=parse_bytes(kv_bytes_per_token),
+        step_tokens=step_tokens,
+        link_s_per_gib=2**30 / (link_gbps * 1e9),
+        token_s=1e-3 / prefill_tokens_per_ms,
+    )
+    workloads = [
+        Workload(hit_tokens=hit, prompt_tokens=prompt_tokens, concurrency=count, requests=requests)
+        for hit in hits
+        for count in counts
+    ]
+    result = run_cells(machine, workloads, prompt_tokens)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        Console().print(simulation_table(result))
+
+
 def _ask(socket: Path, request: type[protocol.Message]) -> protocol.Reply:
     """Send one request without fields and return its reply."""
     client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "lamina command line")

@@ -10,12 +10,12 @@ predicts when the request's prompt is computed, and by how much others are delay
     others  in a synchronous step: the wait for slices, for each request that is in it or could be;
           computing tokens that could have been loaded: for everybody
 
-and takes the smallest sum. Both parts are convex in the number of chunks, so the best number is
-found by bisection.
+and takes the smallest sum.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,20 +96,30 @@ class _Forecast:
         self._others_end_s = max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s
 
     def best(self) -> _Plan:
-        ways = [self.held]
-        if not self._query.batch.loading:
-            alone = self.synchronous(0)
-            if not self._query.lane_busy_s or alone.stall_s <= 0:
-                ways = [self.synchronous, self.held]
+        """The cheapest of all candidates; with less than the whole hit only for a real gain."""
         chunks = -(-self._query.load_tokens // self._query.chunk_tokens)
+        ways = self._ways()
         whole = min((way(0) for way in ways), key=_cost)
-        shorter = min((_bisect(way, chunks) for way in ways), key=_cost)
+        nothing = self.synchronous(chunks)
+        shorter = min([_cheapest(way, chunks - 1) for way in ways] + [nothing], key=_cost)
         return shorter if shorter.cost_s < whole.cost_s * (1 - LEAST_GAIN) else whole
+
+    def _ways(self) -> list[Callable[[int], _Plan]]:
+        """A synchronous load never overtakes those who are loading, and joins a busy lane only
+        where computing takes longer than what is ahead: everybody would wait for all of it, and
+        the engine's thread as well. Alone there is nobody to be held for."""
+        query = self._query
+        if query.batch.loading:
+            return [self.held]
+        if query.lane_busy_s:
+            return [self.synchronous, self.held] if not self.synchronous(0).stall_s else [self.held]
+        return [self.synchronous, self.held] if query.batch.running else [self.synchronous]
 
     def reason_of(self, plan: _Plan) -> Reason:
         if plan.layers_before:
             return Reason.HELD
-        if plan.stall_s <= 0:
+        first_slices_s = 2 * plan.load_tokens * self._copy_s / self._query.layers
+        if plan.stall_s <= first_slices_s:  # the first one is always waited for
             return Reason.HIDDEN
         return Reason.CHEAPER if self._query.batch.running else Reason.ALONE
 
@@ -180,16 +190,23 @@ def _cost(plan: _Plan) -> float:
     return plan.cost_s
 
 
-def _bisect(plan: Callable[[int], _Plan], most: int) -> _Plan:
-    """The cheapest of `plan(0)` to `plan(most)`, of which the first cheap one; costs are convex."""
-    low, high = 0, most
+def _cheapest(plan: Callable[[int], _Plan], most: int) -> _Plan:
+    """The cheapest of `plan(0)` to `plan(most)`, the first of equals; costs are convex.
+
+    Rarely do more than a few chunks pay, so the search begins there.
+    """
+    plan = functools.cache(plan)
+    low, high = 0, 0
+    while high < most and plan(high).cost_s > plan(high + 1).cost_s:
+        low, high = high + 1, 2 * high + 1
+    high = min(high, most)
     while low < high:
         middle = (low + high) // 2
         if plan(middle).cost_s <= plan(middle + 1).cost_s:
             high = middle
         else:
             low = middle + 1
-    return min(plan(low), plan(most), key=_cost)
+    return plan(low)
 
 
 def _width(layers: int, copy_s: float) -> int:

@@ -22,12 +22,14 @@ LEAST_COPY_BYTES = 4 << 20
 LEAST_STEP_TOKENS = 256
 """A smaller step says more about launching than about computing."""
 MOST_JOBS = 64
+MOST_SKIPPED = 16
+"""After so many hits that were computed instead of loaded one is loaded, to see what it takes."""
 PRIOR_LINK_GBPS = 50.0
 """Until measured: what 16 lanes of PCIe 5 give (H200: 54)."""
 
 
 class Recent:
-    """The median of the latest samples: it follows a change, and no outlier moves it far."""
+    """The lower median of the latest samples: it follows a change, no outlier moves it far."""
 
     def __init__(self, enough: int = ENOUGH) -> None:
         self._enough = enough
@@ -42,7 +44,7 @@ class Recent:
     def add(self, sample: float) -> None:
         self._samples.append(sample)
         if len(self._samples) >= self._enough:
-            self._value = sorted(self._samples)[len(self._samples) // 2]
+            self._value = sorted(self._samples)[(len(self._samples) - 1) // 2]
 
 
 class _Job(NamedTuple):
@@ -75,7 +77,7 @@ class JobQueue:
         job = self._jobs.pop(key, None)
         if job is None:
             return None
-        worked_s = now_s - max(begun_s or job.begun_s, self._last_end_s)
+        worked_s = now_s - max(job.begun_s if begun_s is None else begun_s, self._last_end_s)
         self._last_end_s = max(self._last_end_s, now_s)
         self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)
         return worked_s
@@ -93,11 +95,16 @@ class JobQueue:
 
 
 class CopyMeter:
-    """How long the link takes for the KV of a token, and when it is free."""
+    """How long the link takes for the KV of a token, and when it is free.
+
+    Who computes all hits because the link seems slow learns nothing more about it: so after
+    `MOST_SKIPPED` of them what was measured is forgotten, and the next hit is loaded.
+    """
 
     def __init__(self, token_bytes: int) -> None:
         self.token_bytes = token_bytes
         self._s_per_byte = Recent(enough=1)
+        self._skipped = 0
         self.queue = JobQueue()
 
     @property
@@ -114,6 +121,14 @@ class CopyMeter:
         worked_s = self.queue.end(load, end_s, begun_s)
         if worked_s is not None and worked_s > 0 and nbytes >= LEAST_COPY_BYTES:
             self._s_per_byte.add(worked_s / nbytes)
+            self._skipped = 0
+
+    def skipped(self) -> None:
+        """A hit was computed instead of loaded."""
+        self._skipped += 1
+        if self._skipped > MOST_SKIPPED:
+            self._s_per_byte = Recent(enough=1)
+            self._skipped = 0
 
 
 class _Step(NamedTuple):

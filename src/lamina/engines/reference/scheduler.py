@@ -146,6 +146,7 @@ class Scheduler:
         start = request.computed_tokens
         end, release = self._store.plan(request, start, hit, self._others())
         if end <= start:
+            self._store.meters.copies.skipped()
             return False
         request.gate = self._store.load(request, start, end, release)
         if request.gate is None:

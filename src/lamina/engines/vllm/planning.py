@@ -101,6 +101,8 @@ class Planner:
         release, counts = offer.release, self._counts
         if load is not None:
             self._meters.copies.begin(load, offer.tokens, now_s)
+        else:
+            self._meters.copies.skipped()
         counts.count_decision(release.reason)
         counts.hit_tokens_computed += offer.hit_tokens - offer.tokens
         if release.ready_s is not None and release.release_after_slices:

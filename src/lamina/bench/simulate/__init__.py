@@ -1,0 +1,17 @@
+"""A model of an engine with a cache behind a link; see `engine`."""
+
+from lamina.bench.simulate.arms import ARMS, Cell, SimulationResult, run_cells, simulation_table
+from lamina.bench.simulate.engine import simulate
+from lamina.bench.simulate.model import Machine, Outcome, Workload
+
+__all__ = [
+    "ARMS",
+    "Cell",
+    "Machine",
+    "Outcome",
+    "SimulationResult",
+    "Workload",
+    "run_cells",
+    "simulate",
+    "simulation_table",
+]

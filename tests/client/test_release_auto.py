@@ -1,0 +1,200 @@
+"""The policy `auto`: its answers where the best one is known, and what it may never answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.client import AutoPolicy, Batch, Reason, Release, ReleaseQuery, Speed
+from lamina.client.release.auto import LEAST_GAIN, RELEASE_S
+
+H200 = Speed(2.405e-6, 33e-6, 20e-3, 6e-3)
+"""An 8B model; 128 KiB of KV per token."""
+DECIDE = AutoPolicy().decide
+
+
+def query(hit: int = 14_336, prompt: int = 15_154, **changes: Any) -> ReleaseQuery:
+    asked = ReleaseQuery(32, hit, prompt - hit, speed=H200)
+    return asked._replace(**changes)
+
+
+speeds = st.builds(
+    Speed,
+    st.floats(1e-8, 1e-3),
+    st.none() | st.floats(1e-7, 1e-2),
+    st.floats(0, 0.1),
+    st.floats(0, 0.1),
+)
+batches = st.builds(
+    Batch,
+    decoding=st.integers(0, 300),
+    prefilling=st.integers(0, 8),
+    prefill_tokens=st.integers(0, 8192),
+    gated_s=st.floats(0, 1),
+    loading=st.integers(0, 16),
+    loading_tokens=st.integers(0, 100_000),
+    waiting=st.integers(0, 100),
+)
+queries = st.builds(
+    ReleaseQuery,
+    st.integers(1, 128),
+    st.integers(1, 130_000),
+    st.integers(1, 130_000),
+    st.sampled_from([16, 64, 256]),
+    st.sampled_from([64, 2048, 8192]),
+    batches,
+    st.none() | speeds,
+    st.just(0.0) | st.floats(0, 10),
+    st.floats(0, 1),
+)
+thorough = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@thorough
+@given(queries)
+def test_every_question_has_an_answer_that_can_be_carried_out(asked: ReleaseQuery) -> None:
+    release = DECIDE(asked)
+    tokens = release.tokens_of(asked)
+    slices = -(-asked.layers // release.layers_per_slice)
+    assert 1 <= release.layers_per_slice <= asked.layers
+    assert 0 <= release.release_after_slices <= slices
+    assert 0 <= tokens <= asked.load_tokens
+    assert tokens == 0 or (asked.load_tokens - tokens) % asked.chunk_tokens == 0
+    assert (release.reason is Reason.RECOMPUTED) == (tokens == 0)
+    assert release == DECIDE(asked)
+
+
+@thorough
+@given(queries)
+def test_who_is_loading_is_not_overtaken(asked: ReleaseQuery) -> None:
+    busy = asked._replace(batch=asked.batch._replace(loading=1), lane_busy_s=0.01)
+    release = DECIDE(busy)
+    assert release.release_after_slices > 0 or release.load_tokens == 0
+
+
+@thorough
+@given(queries)
+def test_alone_on_an_idle_lane_nobody_is_held(asked: ReleaseQuery) -> None:
+    """Only the request itself waits, and in the step it waits for less."""
+    alone = asked._replace(batch=Batch(), lane_busy_s=0.0, engine_busy_s=0.0)
+    assert DECIDE(alone).release_after_slices == 0
+
+
+@thorough
+@given(queries, st.floats(1, 10))
+def test_a_slower_link_never_promises_an_earlier_token(asked: ReleaseQuery, times: float) -> None:
+    """But for the gain below which it does not bother to shorten a load."""
+    alone = asked._replace(batch=Batch(), lane_busy_s=0.0)
+    if alone.speed is None or alone.speed.compute_s_per_token is None:
+        return
+    slow = alone.speed._replace(copy_s_per_token=alone.speed.copy_s_per_token * times)
+    fast_s = DECIDE(alone).first_token_s
+    slow_s = DECIDE(alone._replace(speed=slow)).first_token_s
+    assert fast_s is not None
+    assert slow_s is not None
+    assert slow_s >= fast_s * (1 - LEAST_GAIN) - 1e-9
+
+
+@thorough
+@given(queries)
+def test_loading_is_never_promised_to_take_longer_than_computing_all(asked: ReleaseQuery) -> None:
+    """What is not loaded delays only its own request here."""
+    alone = asked._replace(batch=Batch(), lane_busy_s=0.0, engine_busy_s=0.0)
+    if alone.speed is None or alone.speed.compute_s_per_token is None:
+        return
+    tokens = alone.load_tokens * 1.1 + alone.compute_tokens
+    all_s = max(alone.speed.least_prefill_s, tokens * alone.speed.compute_s_per_token)
+    promised_s = DECIDE(alone).first_token_s
+    assert promised_s is not None
+    assert promised_s <= all_s / (1 - LEAST_GAIN) + alone.speed.least_prefill_s + 1e-9
+
+
+@pytest.mark.parametrize("hit", [14_336, 12_288, 8_192, 2_048])
+def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(hit: int) -> None:
+    """Layer l is read at kτ + d + lc and must have landed at (l+1)τ: design.md, section 6."""
+    asked = query(hit, batch=Batch(decoding=8), engine_busy_s=0.0)
+    release = DECIDE(asked._replace(lane_busy_s=0.03))
+    assert release.reason is Reason.HELD
+    assert release.layers_per_slice == 1
+    layer_copy_s = hit * H200.copy_s_per_token / 32
+    step_s = max(H200.least_prefill_s, min(2048, 15_154 - hit) * 33e-6)
+    delay_s = RELEASE_S + 3 * H200.decode_s
+
+    def stall_s(k: int) -> float:
+        return max(
+            (layer + 1) * layer_copy_s - (k * layer_copy_s + delay_s + layer * step_s / 32)
+            for layer in range(32)
+        )
+
+    k = release.release_after_slices
+    assert stall_s(k) <= 1e-9
+    assert k == 1 or stall_s(k - 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "loaded", "after"),
+    [
+        (query(12_288), Reason.HIDDEN, 12_288, 0),
+        (query(14_336), Reason.ALONE, 14_336, 0),
+        (query(15_104), Reason.ALONE, 15_104 - 3 * 256, 0),
+        (query(12_288, batch=Batch(decoding=8)), Reason.HIDDEN, 12_288, 0),
+        (query(14_336, batch=Batch(loading=1), lane_busy_s=0.03), Reason.HELD, 14_336, 6),
+    ],
+)
+def test_on_an_h200(asked: ReleaseQuery, reason: Reason, loaded: int, after: int) -> None:
+    """Compute-bound, balanced, link-bound; beside streams; behind another load."""
+    release = DECIDE(asked)
+    assert (release.reason, release.tokens_of(asked)) == (reason, loaded)
+    if release.reason is not Reason.HELD:
+        assert release.release_after_slices == after
+
+
+def test_streams_do_not_wait_for_a_long_hit() -> None:
+    """A step that waits is paid by every stream; the request itself hardly loses by being held."""
+    few_tokens = query(15_104, batch=Batch(decoding=8))
+    assert DECIDE(few_tokens).reason is Reason.HELD
+
+
+def test_a_link_slower_than_computing_is_not_used() -> None:
+    slow = H200._replace(copy_s_per_token=100e-6)
+    release = DECIDE(query(14_336, speed=slow, lane_busy_s=1.0))
+    assert release.reason is Reason.RECOMPUTED
+    assert release.load_tokens == 0
+
+
+def test_a_link_about_as_slow_as_computing_is_shared_with_it() -> None:
+    """Both begin at once and meet: the end of the hit is computed while its beginning arrives."""
+    slow = H200._replace(copy_s_per_token=33e-6)
+    asked = query(14_336, 14_400, speed=slow, step_tokens=16_384)
+    release = DECIDE(asked)
+    assert 6_000 < release.tokens_of(asked) < 9_000
+    assert release.first_token_s == pytest.approx(14_400 * 33e-6 / 2, rel=0.1)
+
+
+def test_others_who_could_compute_make_it_load_more() -> None:
+    """The GPU is theirs as well."""
+    alone = DECIDE(query(15_104)).tokens_of(query(15_104))
+    crowded = query(15_104, batch=Batch(waiting=4))
+    assert DECIDE(crowded).tokens_of(crowded) > alone
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(14_336, 1), (1_024, 2), (256, 6), (16, 32), (1, 32)]
+)
+def test_slices_are_as_narrow_as_is_worth_announcing(tokens: int, width: int) -> None:
+    assert DECIDE(query(tokens, tokens + 1)).layers_per_slice == width
+
+
+@pytest.mark.parametrize("speed", [None, Speed(2.4e-6)])
+@pytest.mark.parametrize(
+    ("changes", "after"),
+    [({}, 0), ({"batch": Batch(decoding=1)}, 26), ({"lane_busy_s": 0.01}, 26)],
+)
+def test_before_anything_is_measured(
+    speed: Speed | None, changes: dict[str, Any], after: int
+) -> None:
+    release = DECIDE(query(speed=speed, **changes))
+    assert release == Release(1, after, None, Reason.UNMEASURED)
