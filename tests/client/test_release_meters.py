@@ -139,6 +139,13 @@ def test_computing_is_learned_by_length_of_context() -> None:
     assert meter.s_per_token(100) == pytest.approx(20e-6, rel=0.01)
 
 
+def test_computing_is_known_before_any_length_is() -> None:
+    meter = StepMeter()
+    for context in (0, 2_000, 10_000):
+        steps(meter, 1, 2048, context, 0.041)
+    assert meter.s_per_token(14_336) == pytest.approx(20e-6, rel=0.01)
+
+
 def test_small_steps_are_measured_apart() -> None:
     meter = StepMeter()
     steps(meter, ENOUGH, 0, 0, 0.006)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from lamina.client import Reason, Release, ReleaseQuery
+from lamina.engines.vllm.planning import Planner
 from tests.vllm import scheduler_guards as guards
 from tests.vllm.scheduler_harness import MODES, Rig, Step, prompt
+from tests.vllm.scripted_client import CHUNK, LAYERS
 
 EPISODES = 100
 FAMILIES = (1, 2)
@@ -22,10 +25,22 @@ class Episode:
         self._draw = random.Random(seed)
         blocks, step_tokens = self._draw.choice([14, 20, 40]), self._draw.choice([64, 512])
         self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens)
+        self.rig.side._planner.decide = self._decide  # type: ignore[assignment]
         self.rig.client.acknowledges = self._chance(0.5)
         self.rig.client.answers = self._chance(0.8)
         for family in FAMILIES:
             self.rig.hold(prompt(family, 160), self._draw.randrange(6))
+
+    def _decide(self, asked: Any, *question: Any) -> tuple[ReleaseQuery, Release]:
+        """`auto` answers anything that it may."""
+        query, release = Planner.decide(self.rig.side._planner, asked, *question)
+        if release.reason is Reason.UNMEASURED:
+            fewer = CHUNK * self._draw.randrange(3)
+            tokens = max(0, query.load_tokens - fewer)
+            width = self._draw.randint(1, LAYERS)
+            after = self._draw.randint(0, -(-LAYERS // width))
+            release = Release(width, after, tokens, Reason.HELD)
+        return query, release
 
     def run(self) -> None:
         for index in range(self._draw.randint(20, 60)):
@@ -47,6 +62,8 @@ class Episode:
         options: dict[str, Any] = {key: False for key in ("load", "store") if self._chance(0.1)}
         if self._chance(0.6):
             options["release_after_slices"] = self._draw.choice([0, 1, 2])
+        elif self._chance(0.7):
+            options["layerwise_overlap"] = "auto"
         asked = prompt(self._draw.choice(FAMILIES), self._draw.randint(2, 150))
         self.rig.add(name, asked, max_tokens=self._draw.randint(1, 40), **options)
 

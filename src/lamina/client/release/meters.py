@@ -148,6 +148,7 @@ class StepMeter:
     def __init__(self) -> None:
         self.queue = JobQueue()
         self._prefill: dict[int, Recent] = {}
+        self._any_prefill = Recent()
         self._small = Recent()
         self._decode = Recent()
         self._under_way: deque[_Step] = deque()
@@ -165,11 +166,11 @@ class StepMeter:
     def s_per_token(self, context_tokens: int) -> float | None:
         """Computing a token after about `context_tokens`; None before any was measured.
 
-        Where that length was not measured the nearest one that was stands for it.
+        Where that length was not measured enough the nearest one that was stands for it, or all.
         """
         wanted = context_tokens.bit_length()
         measured = [(abs(o - wanted), o) for o, kept in self._prefill.items() if kept.value]
-        return self._prefill[min(measured)[1]].value if measured else None
+        return (self._prefill[min(measured)[1]] if measured else self._any_prefill).value
 
     def step_s(self, tokens: int, context_tokens: int) -> float:
         """A step that computes `tokens` of prompts; 0 before anything was measured."""
@@ -200,6 +201,7 @@ class StepMeter:
         if tokens >= LEAST_STEP_TOKENS:
             octave = step.context_tokens.bit_length()
             self._prefill.setdefault(octave, Recent()).add(worked_s / tokens)
+            self._any_prefill.add(worked_s / tokens)
         elif tokens:
             self._small.add(worked_s)
         else:
