@@ -92,7 +92,9 @@ class Loads:
     def note_reader(self, tracked: Tracked) -> None:
         """The request was given its blocks: it may read loads that are under way."""
         for load in self.open.values():
-            if not load.failed and not set(load.blocks).isdisjoint(tracked.blocks):
+            if load.failed or load.readers.get(tracked.name) is tracked:
+                continue
+            if not set(load.blocks).isdisjoint(tracked.blocks):
                 load.readers[tracked.name] = tracked
 
     def take_new(self, written: set[int]) -> list[LoadSpec]:

@@ -149,10 +149,13 @@ class SchedulerSide:
         self.loads.note_preempted(output.preempted_req_ids or ())
         self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
+        chunk_tokens = self._settings.chunk_tokens
         for name in scheduled:
             tracked = self._tracked.get(name)
-            if tracked is not None:
-                self._store_confirmed(tracked)
+            if tracked is None:
+                continue
+            if tracked.request.num_computed_tokens >= (tracked.saved_chunks + 1) * chunk_tokens:
+                self._store_confirmed(tracked)  # in most steps a decoding request has nothing
         gates = self.loads.gates(scheduled)
         self._steps += 1
         if output.total_num_scheduled_tokens:
