@@ -146,6 +146,7 @@ def test_second_identical_request_is_a_hit(vllm_server: OpenAiServer) -> None:
     assert vllm_server.metric("vllm:lamina_loads_total") == 1
     assert vllm_server.metric("vllm:lamina_failed_total") == 0
     eventually(lambda: vllm_server.metric("vllm:lamina_loaded_bytes_total") > 0)
+    eventually(lambda: vllm_server.metric("vllm:lamina_copies_total") > 0)
     assert vllm_server.metric("vllm:external_prefix_cache_hits_total") == HIT
 
     forced = {"lamina.layerwise_overlap": 3, "lamina.release_after_slices": 0}
