@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -201,6 +202,8 @@ class LaminaConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self._scheduler is not None
         step = self._scheduler.build_step(scheduler_output)
+        if step.loads and (worker := self._worker_here()) is not None:
+            worker.begin_early(step)
         if step.gates and hasattr(scheduler_output, "has_sync_kv_loads"):
             scheduler_output.has_sync_kv_loads = True
         return step
@@ -252,9 +255,19 @@ class LaminaConnector(KVConnectorBase_V1):
         if side is not None:
             side.client.close()
 
+    def _worker_here(self) -> WorkerSide | None:
+        """The worker's side of this engine, if vLLM runs it in this process."""
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if isinstance(worker, LaminaConnector) and worker._engine_id == self._engine_id:
+            return worker._worker
+        return None
+
+    @property
+    def _engine_id(self) -> Any:
+        return self._config.kv_transfer_config.engine_id
+
     def _client(self, label: str, device: Any) -> Client:
-        engine = self._config.kv_transfer_config.engine_id
-        return Client(self._settings, device, label, engine=engine)
+        return Client(self._settings, device, label, engine=self._engine_id)
 
     def _connect(self, client: Client) -> None:
         """Connect at the start; without a server the engine serves all the same."""

@@ -1,13 +1,15 @@
 """The worker's side of the connector: KV memory, transfers, waits, settling.
 
-Each step, in the order in which vLLM calls: `begin_step` submits loads and stores and arms the
-gates; `before_forward` sees whether layer hooks will fire; `before_layer` makes the compute stream
-wait for a layer's slices; `end_step` settles what the step has read and reports.
+Each step, in the order in which vLLM calls: `begin_early` submits loads as soon as the scheduler
+has built the step, where both sides live on one thread; `begin_step` submits the other transfers
+and arms the gates; `before_forward` sees whether layer hooks will fire; `before_layer` makes the
+compute stream wait for a layer's slices; `end_step` settles what the step has read and reports.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -81,19 +83,33 @@ class WorkerSide:
         self._stores: dict[int, Store] = {}
         self._stores_never_begun: list[int] = []
         self._unaccounted: deque[_Loading] = deque(maxlen=_MOST_UNACCOUNTED)
+        self._thread: int | None = None
         self._step: StepMetadata | None = None
         self._step_gates: StepGates | None = None
         self.invalid_blocks: set[int] = set()
         """Blocks of this step that hold no KV though vLLM counts on it."""
         self.counts = WorkerCounts()
 
+    def begin_early(self, step: StepMetadata) -> None:
+        """Submit the loads of a step that was just built, where scheduler and worker share a
+        thread: the bytes travel while vLLM prepares the step. `begin_step` follows.
+
+        Not those that must wait for work which the step itself enqueues.
+        """
+        if self._thread == threading.get_ident():
+            for load in step.loads:
+                if not load.needs_ticket:
+                    self._begin_load(load, None)
+
     def begin_step(self, step: StepMetadata, stream: Any) -> None:
         """Submit the step's transfers, loads first, and arm its gates."""
+        self._thread = threading.get_ident()
         self.client.poll()
         self._step = step
         self.invalid_blocks = set()
         for load in step.loads:
-            self._begin_load(load, stream)
+            if load.number not in self._loads:
+                self._begin_load(load, stream)
         for store in step.stores:
             self._begin_store(store, stream)
         self._step_gates = None
