@@ -17,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lamina import __version__, protocol
+from lamina.bench.vllm.cli import bench_vllm
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import LaminaError, SettingsError
@@ -39,6 +40,7 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 bench_app = typer.Typer(help="Measure, with every byte checked.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+bench_app.command("vllm")(bench_vllm)
 SocketOption = Annotated[
     Path, typer.Option(help="The server's Unix socket, in a directory of its own.")
 ]

@@ -45,18 +45,29 @@ def python_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def server_process(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`lamina serve` on `socket`; entered once it answers and all of its arena is resident.
-
-    Raises `ServerUnavailableError` when it does not come up.
-    """
+def started_server(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`lamina serve` on `socket`, not waited for."""
     serve = ("-m", "lamina.cli", "serve", "--log-level", "warning", "--socket", str(socket))
     with python_process(*serve, *options) as process:
-        _wait_until_filled(socket, process)
         yield process
 
 
-def _wait_until_filled(socket: Path, process: subprocess.Popen[str]) -> None:
+@contextmanager
+def server_process(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, entered once it answers and all of its arena is resident.
+
+    Raises `ServerUnavailableError` when it does not come up.
+    """
+    with started_server(socket, *options) as process:
+        wait_until_filled(socket, process)
+        yield process
+
+
+def wait_until_filled(socket: Path, process: subprocess.Popen[str]) -> None:
+    """Return once the server answers and all of its arena is resident.
+
+    Raises `ServerUnavailableError` when it does not come up.
+    """
     until_s = time.monotonic() + _START_TIMEOUT_S
     client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "benchmark")
     try:

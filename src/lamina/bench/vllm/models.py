@@ -1,0 +1,137 @@
+"""The models that are served: a shape on disk, weights from a seed (`worker.SeededLoader`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lamina.bench.vllm.workload import Workload
+from lamina.errors import SettingsError
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A Llama's shape and how it is served here."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    dtype: str
+    block_tokens: int
+    chunk_tokens: int
+    gpu_blocks: int
+    max_tokens: int
+    arena_bytes: int
+    workload: Workload
+    eager: bool = False
+    patient: bool = False
+    """For a busy small host: generous deadlines."""
+
+    def write(self, directory: Path) -> Path:
+        """Write `config.json`; returns `directory`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(self._config()))
+        return directory
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.workload.vocabulary,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": self.dtype,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
+MODELS = {
+    "llama-3.1-8b": Model(
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=14_336,
+        dtype="bfloat16",
+        block_tokens=16,
+        chunk_tokens=256,
+        gpu_blocks=24_000,
+        max_tokens=16_384,
+        arena_bytes=40 << 30,
+        workload=Workload(),
+    ),
+    "small": Model(
+        hidden=1024,
+        layers=16,
+        heads=8,
+        kv_heads=4,
+        head_dim=128,
+        mlp=2816,
+        dtype="bfloat16",
+        block_tokens=16,
+        chunk_tokens=64,
+        gpu_blocks=4096,
+        max_tokens=8192,
+        arena_bytes=4 << 30,
+        workload=Workload(
+            document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
+        ),
+    ),
+    "tiny": Model(
+        hidden=128,
+        layers=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        mlp=256,
+        dtype="float32",
+        block_tokens=32,
+        chunk_tokens=64,
+        gpu_blocks=512,
+        max_tokens=2048,
+        arena_bytes=256 << 20,
+        workload=Workload(
+            documents=4,
+            document_tokens=512,
+            prompt_tokens=600,
+            output_tokens=6,
+            vocabulary=512,
+            stream_prompt_tokens=40,
+        ),
+        eager=True,
+        patient=True,
+    ),
+}
+"""The published figures are the first one's; the last one runs on vLLM's CPU build."""
+
+
+def model_named(name: str) -> Model:
+    """Raises `SettingsError` for one that is not known."""
+    if name not in MODELS:
+        raise SettingsError(f"there is no model {name!r}", f"Use {', '.join(MODELS)}")
+    return MODELS[name]

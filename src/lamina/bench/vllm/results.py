@@ -1,0 +1,99 @@
+"""What was measured, as it is written to disk: every sample, nothing summed up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lamina.bench.vllm.workload import Cell, Workload
+from lamina.errors import LaminaError
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Requests of one `batch` were sent at once. `repeat` 0 is the proof: untimed."""
+
+    arm: str
+    hit_tokens: int
+    concurrency: int
+    repeat: int
+    batch: int
+    document: int
+    ttft_ms: float
+    tpot_ms: float | None
+    cached_tokens: int
+    expected_tokens: int
+    """Tokens that had to be found in a cache."""
+    tokens: list[int]
+    comparable: bool = True
+    """Whether the floor arm had the same prompt."""
+    margins: list[float] = []
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.hit_tokens, self.concurrency)
+
+
+class StreamSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Inter-token gaps of decoding streams while a pass of hits came and was served."""
+
+    arm: str
+    hit_tokens: int
+    concurrency: int
+    repeat: int
+    gaps_ms: list[float]
+    ttft_ms: list[float]
+
+
+class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """How often other bytes in one page, or in one block of all layers, changed a hit's tokens."""
+
+    pages_tried: int
+    pages_noticed: int
+    blocks_tried: int
+    blocks_noticed: int
+
+
+class Start(msgspec.Struct, kw_only=True):
+    """One start of one engine. `link_gbps` is the same run's ceiling."""
+
+    connector: str
+    model: str
+    command: str
+    date: str
+    host: dict[str, str]
+    engine: dict[str, str] = {}
+    workload: Workload
+    batched_tokens: int = 0
+    link_gbps: float = 0.0
+    sensitivity: Sensitivity | None = None
+    samples: list[Sample] = []
+    streams: list[StreamSample] = []
+    server: dict[str, float] = {}
+    notes: list[str] = []
+    is_whole: bool = False
+    """Whether all that was asked for has been measured."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """One or more starts."""
+
+    starts: list[Start]
+
+
+def save(report: Report, path: Path) -> None:
+    """Replace `path` in one step: a process killed at any time leaves a whole file."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_bytes(msgspec.json.encode(report))
+    partial.replace(path)
+
+
+def load(paths: list[Path]) -> Report:
+    """The starts of several files. Raises `LaminaError` for one that is no report."""
+    starts = []
+    for path in paths:
+        try:
+            starts += msgspec.json.decode(path.read_bytes(), type=Report).starts
+        except (OSError, msgspec.DecodeError) as error:
+            raise LaminaError(f"{path} is no report of this benchmark", str(error)) from error
+    return Report(starts=starts)
