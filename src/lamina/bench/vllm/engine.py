@@ -176,7 +176,9 @@ class Engine:
         return result
 
     def close(self) -> None:
+        """Stop the engine core."""
         self._llm.shutdown()
+        del self._llm  # at the interpreter's end its destructor would fail
 
 
 def _margins(logprobs: Sequence[Mapping[int, Any]] | None) -> list[float]:

@@ -116,7 +116,6 @@ MODELS = {
         max_tokens=2048,
         arena_bytes=256 << 20,
         workload=Workload(
-            documents=4,
             document_tokens=512,
             prompt_tokens=600,
             output_tokens=6,

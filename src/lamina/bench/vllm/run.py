@@ -54,7 +54,6 @@ class BenchSpec(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[Cell, ...] = ()
     stream_cells: tuple[Cell, ...] = ()
     repeats: int = 3
-    requests: int = 8
     batched_tokens: int | None = None
     runner: str | None = None
     limit_s: float | None = None
@@ -224,8 +223,7 @@ class _Bench:
             for number in range(self._workload.documents):
                 await self._warm(number)
 
-    def _prompt(self, arm: Arm, cell: Cell, repeat: int, request: int) -> list[int]:
-        document = request % self._workload.documents
+    def _prompt(self, arm: Arm, cell: Cell, repeat: int, document: int) -> list[int]:
         if not arm.own_prompts:
             return self._workload.prompt(document, cell.hit_tokens, cell.concurrency, repeat)
         if arm.source is Source.NOWHERE:
@@ -233,9 +231,9 @@ class _Bench:
         return self._workload.prompt(document, cell.hit_tokens, next(self._unseen), -repeat)
 
     async def _measure_set(self, arm: Arm, cell: Cell, repeat: int) -> None:
-        """`requests` requests of one arm in one cell, `concurrency` at once."""
+        """A request for each document, `concurrency` at once."""
         await self._prepare(arm)
-        numbers = list(range(self._spec.requests))
+        numbers = list(range(self._workload.documents))
         prompts = [self._prompt(arm, cell, repeat, number) for number in numbers]
         answered: list[Answer] = []
         for first in range(0, len(numbers), cell.concurrency):
@@ -246,7 +244,7 @@ class _Bench:
                 with_margins=repeat == 0 and not arm.own_prompts,
             )
         for number, answer in zip(numbers, answered, strict=True):
-            self._start.samples.append(_sample(arm, cell, repeat, number, answer, self._workload))
+            self._start.samples.append(_sample(arm, cell, repeat, number, answer))
         self._flush()
         mean_ms = sum(answer.ttft_ms for answer in answered) / len(answered)
         self._progress(f"repeat {repeat}, {cell}, {arm.name}: {mean_ms:.1f} ms")
@@ -274,7 +272,7 @@ class _Bench:
                 await asyncio.sleep(0.005)
             began_s = time.perf_counter()
             ttft_ms: list[float] = []
-            for first in range(0, self._spec.requests, cell.concurrency):
+            for first in range(0, self._workload.documents, cell.concurrency):
                 prompts = [
                     self._prompt(arm, cell, -repeat, number)
                     for number in range(first, first + cell.concurrency)
@@ -328,16 +326,14 @@ class _Bench:
             save(Report(starts=[self._start]), self._path)
 
 
-def _sample(
-    arm: Arm, cell: Cell, repeat: int, request: int, answer: Answer, workload: Workload
-) -> Sample:
+def _sample(arm: Arm, cell: Cell, repeat: int, document: int, answer: Answer) -> Sample:
     return Sample(
         arm=arm.name,
         hit_tokens=cell.hit_tokens,
         concurrency=cell.concurrency,
         repeat=repeat,
-        batch=request // cell.concurrency,
-        document=request % workload.documents,
+        batch=document // cell.concurrency,
+        document=document,
         ttft_ms=answer.ttft_ms,
         tpot_ms=answer.tpot_ms,
         cached_tokens=answer.cached_tokens,

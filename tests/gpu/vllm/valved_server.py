@@ -1,0 +1,154 @@
+"""A real server, as a process, whose copies a test can slow down, fail and alter.
+
+    python -m tests.gpu.vllm.valved_server SOCKET DEVICE
+
+Reads commands from its standard input, one JSON object a line, and answers each with one. DEVICE is
+`host` or `cuda`. A test process cannot hold such a server itself: CUDA IPC does not open memory in
+the process that exported it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lamina.board import Board
+from lamina.copies import CopyList
+from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice
+from lamina.devices.cuda import server_devices
+from lamina.devices.host import HostServerDevice
+from lamina.errors import DeviceError
+from lamina.linux import Peer
+from lamina.protocol import Region
+from lamina.server.main import Server
+from lamina.settings import ServerSettings
+from tests.vllm.engine import CHUNK_TOKENS
+
+ARENA_BYTES = 1 << 30
+
+
+class Lane:
+    """What loads go through: a pace, and perhaps a copy that fails."""
+
+    def __init__(self) -> None:
+        self.pace_s = 0.0
+        self.fails_after: int | None = None
+        self.passed = 0
+
+    def pass_one(self) -> None:
+        time.sleep(self.pace_s)  # a slow link
+        self.passed += 1
+        if self.fails_after is None:
+            return
+        self.fails_after -= 1
+        if self.fails_after < 0:
+            self.fails_after = None
+            raise DeviceError("the link broke", "Mend it")
+
+
+class _Stream:
+    def __init__(self, inner: CopyStream, lane: Lane) -> None:
+        self._inner = inner
+        self._lane = lane
+
+    def copy(self, memory: EngineMemory, copies: CopyList) -> None:
+        self._lane.pass_one()
+        self._inner.copy(memory, copies)
+
+    def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
+        self._inner.announce(memory, slot, count)
+
+    def mark(self) -> int:
+        return self._inner.mark()
+
+    def is_done(self, mark: int) -> bool:
+        return self._inner.is_done(mark)
+
+
+class _Device:
+    """A device whose loads go through `lane`."""
+
+    def __init__(self, inner: ServerDevice, lane: Lane) -> None:
+        self._inner = inner
+        self._lane = lane
+
+    def near_cpus(self) -> set[int] | None:
+        return self._inner.near_cpus()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._inner.pin(address, nbytes)
+
+    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
+        return self._inner.open(peer, board, regions)
+
+    def stream(self, direction: Direction) -> CopyStream:
+        inner = self._inner.stream(direction)
+        return _Stream(inner, self._lane) if direction is Direction.LOAD else inner
+
+
+class Control:
+    """Carries out commands; all that touches the server's state runs on its event loop."""
+
+    def __init__(self, server: Server, lane: Lane) -> None:
+        self._server = server
+        self._lane = lane
+
+    def handle(self, command: dict[str, Any]) -> dict[str, Any]:
+        match command.pop("do"):
+            case "gauges":
+                return dict(self._server.gauges()) | {"filled": self._server.arena.is_filled}
+            case "loads":
+                self._lane.pace_s = command["pace_ms"] / 1e3
+                self._lane.fails_after = command["fails_after"]
+                return {}
+            case "passed":
+                return {"passed": self._lane.passed}
+            case "write":
+                return {"old": self._write(**command)}
+            case unknown:
+                raise ValueError(unknown)
+
+    def _write(self, key: str, offset: int, data: str) -> str:
+        """Overwrite bytes of a stored chunk; returns what was there."""
+        chunk = self._server.index.get(bytes.fromhex(key))
+        assert chunk is not None
+        new = bytes.fromhex(data)
+        old = ctypes.string_at(chunk.address + offset, len(new))
+        ctypes.memmove(chunk.address + offset, new, len(new))
+        return old.hex()
+
+
+async def serve(path: Path, device: str) -> None:
+    lane = Lane()
+    devices: dict[str, ServerDevice] = {"host": HostServerDevice()}
+    devices |= server_devices() if device == "cuda" else {}
+    valved = {name: _Device(inner, lane) for name, inner in devices.items()}
+    settings = ServerSettings(socket=path, arena_bytes=ARENA_BYTES, chunk_tokens=CHUNK_TOKENS)
+    server = Server(settings, valved)
+    control = Control(server, lane)
+    loop = asyncio.get_running_loop()
+
+    async def answer(line: str) -> dict[str, Any]:
+        return control.handle(json.loads(line))
+
+    def read_commands() -> None:
+        for line in sys.stdin:
+            reply = asyncio.run_coroutine_threadsafe(answer(line), loop).result()
+            print(json.dumps(reply), flush=True)
+        loop.call_soon_threadsafe(server.stop)
+
+    def ready() -> None:
+        threading.Thread(target=read_commands, daemon=True).start()
+
+    await server.run(ready)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))
