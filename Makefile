@@ -8,7 +8,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: demo test test-vllm bench-vllm-miss lint format bench clean
+.PHONY: demo test test-vllm test-vllm-gpu bench-vllm-miss lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
@@ -18,6 +18,10 @@ test: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm
+
+# On a GPU host with what scripts/gpu packs; vLLM 0.26.0, both runners, both ways of scheduling.
+test-vllm-gpu:
+	scripts/gpu/test_vllm.sh
 
 bench-vllm-miss: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.vllm_miss

@@ -49,7 +49,7 @@ class Reference(NamedTuple):
 def reference(engine: GpuEngine, prompt: list[int], hit: int, tokens: int = TOKENS) -> Reference:
     """Store the first `hit` tokens of a prompt, and answer it with a hit of as many."""
     base = prompt[: -(-hit // CHUNK_TOKENS) * CHUNK_TOKENS]
-    engine.ask(base, 1, load=False)
+    engine.ask(base, load=False)
     engine.keep_cached(engine.blocks_of["alone"][: hit // engine.block_tokens])
     answer = engine.ask(prompt, tokens, load=False, store=False)
     assert answer.cached == hit
