@@ -50,6 +50,7 @@ class GpuEngine(Engine):
         arguments: dict[str, Any] = {}
         if configuration.on_gpu:
             arguments["async_scheduling"] = configuration.async_scheduling
+            arguments["kv_cache_memory_bytes"] = 1 << 30  # several engines may share the GPU
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -60,7 +61,7 @@ class GpuEngine(Engine):
             max_model_len=2048,
             max_num_seqs=32,
             enforce_eager=not configuration.on_gpu,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=0.1,
             num_gpu_blocks_override=BLOCKS,
             kv_transfer_config=connector_config(socket),
             **arguments,

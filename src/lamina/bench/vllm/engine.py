@@ -135,8 +135,9 @@ class Engine:
         )
         answer = Answer()
         name = f"bench-{next(self._numbers)}"
+        request = {"prompt_token_ids": list(prompt)}
         started_s = time.perf_counter()
-        async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, name):
+        async for output in self._llm.generate(request, sampling, name):
             completion = output.outputs[0]
             if completion.token_ids:
                 answer.times_s.append(time.perf_counter() - started_s)

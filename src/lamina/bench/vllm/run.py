@@ -79,10 +79,10 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
         host=_host(),
         workload=model.workload,
     )
-    with cache_of(spec.connector, model) as cache, tempfile.TemporaryDirectory() as directory:
+    with cache_of(spec.connector, model) as cache:
         bench = _Bench(spec, model, arms, cache, start, path, progress)
         try:
-            asyncio.run(bench.run(model.write(Path(directory) / "model")))
+            asyncio.run(bench.run(model.write(_model_directory(spec.model))))
         except Exception as error:
             bench.note(f"ended by {type(error).__name__}: {error}")
             raise
@@ -342,6 +342,11 @@ def _sample(arm: Arm, cell: Cell, repeat: int, document: int, answer: Answer) ->
         comparable=not arm.own_prompts,
         margins=answer.margins,
     )
+
+
+def _model_directory(name: str) -> Path:
+    """The same every time: vLLM's compiled code is kept by it."""
+    return Path(tempfile.gettempdir()) / f"lamina-bench-{name}"
 
 
 def _rotated(arms: list[Arm], repeat: int) -> list[Arm]:

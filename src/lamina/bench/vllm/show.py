@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
-from lamina.bench.vllm.arms import FLOOR
+from lamina.bench.vllm.arms import FLOOR, HIT, RECOMPUTE
 from lamina.bench.vllm.compare import (
     Figure,
     Ratio,
@@ -40,7 +40,7 @@ def report_view(report: Report) -> Group:
     parts: list[Table | str] = [_ttft_table(found)]
     if streams := _stream_table(report):
         parts.append(streams)
-    parts += _auto_lines(report, found)
+    parts += _auto_lines(report, found) + _peer_lines(found) + _overhead_lines(report, found)
     for number, start in enumerate(report.starts):
         parts += _start_lines(number, start)
     return Group(*parts)
@@ -125,6 +125,46 @@ def _auto_lines(report: Report, found: list[Figure]) -> list[str]:
     return lines
 
 
+def _overhead_lines(report: Report, found: list[Figure]) -> list[str]:
+    """What the connector costs where it has nothing to give: misses, and tokens after the first."""
+    lines = []
+    for cell in dict.fromkeys(figure.cell for figure in found):
+        for arm in ("miss", "miss:store"):
+            if (ratio := ratio_of(report, arm, RECOMPUTE, cell)) is not None:
+                lines.append(f"{cell}: {arm} to {RECOMPUTE} {_ratio(ratio)}")
+    ours, bare = (_alone_tpot_ms(report, connector) for connector in ("lamina", "none"))
+    if ours and bare:
+        with_it, without = percentile(ours, 0.5), percentile(bare, 0.5)
+        lines.append(
+            f"time per output token alone: {with_it:.3f} ms with Lamina, {without:.3f} without: "
+            f"{with_it / without:.3f}"
+        )
+    return lines
+
+
+def _peer_lines(found: list[Figure]) -> list[str]:
+    """Our arm to each peer's, in ms: other starts, so other noise."""
+    lines = []
+    for peer in (figure for figure in found if figure.arm.endswith(f"/{HIT}")):
+        ours = {figure.arm: figure for figure in found if figure.cell == peer.cell}
+        for arm in ("auto", "layered:1", "layered:1:sync"):
+            if arm in ours:
+                ratio = ours[arm].ttft_ms / peer.ttft_ms
+                lines.append(f"{peer.cell}: {arm} takes {ratio:.3f} of {peer.arm}")
+                break
+    return lines
+
+
+def _alone_tpot_ms(report: Report, connector: str) -> list[float]:
+    return [
+        s.tpot_ms
+        for start in report.starts
+        if start.connector == connector
+        for s in start.samples
+        if s.arm == FLOOR and s.concurrency == 1 and s.repeat and s.tpot_ms is not None
+    ]
+
+
 def _start_lines(number: int, start: Start) -> list[str]:
     engine = ", ".join(f"{key} {value}" for key, value in start.engine.items())
     lines = [
@@ -132,11 +172,7 @@ def _start_lines(number: int, start: Start) -> list[str]:
         f"chunks of {start.batched_tokens} tokens, link {start.link_gbps:.1f} GB/s, "
         f"{start.host.get('gpu')}"
     ]
-    alone = [
-        s.tpot_ms
-        for s in start.samples
-        if s.arm == FLOOR and s.concurrency == 1 and s.repeat and s.tpot_ms is not None
-    ]
+    alone = _alone_tpot_ms(Report(starts=[start]), start.connector)
     if alone:
         lines.append(f"  time per output token alone: {percentile(alone, 0.5):.3f} ms (median)")
     if (sensitivity := start.sensitivity) is not None:
