@@ -23,7 +23,7 @@ from lamina.settings import ClientSettings
 
 CONNECTORS = ("lamina", "none", "offloading", "offloading-v2", "lmcache")
 _LMCACHE_PORT = 5555
-_LMCACHE_PATIENCE_S = 120.0
+_LMCACHE_PATIENCE_S = 180.0
 
 
 class Cache:
@@ -119,7 +119,7 @@ def _lmcache_server(model: Model) -> Iterator[None]:
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
     try:
         until_s = time.monotonic() + _LMCACHE_PATIENCE_S
-        while socket.socket().connect_ex(("127.0.0.1", _LMCACHE_PORT)):
+        while not _takes_connections(_LMCACHE_PORT):
             if process.poll() is not None or time.monotonic() > until_s:
                 raise LaminaError("LMCache's server did not start", "Its error is above")
             time.sleep(0.2)
@@ -130,3 +130,8 @@ def _lmcache_server(model: Model) -> Iterator[None]:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def _takes_connections(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
