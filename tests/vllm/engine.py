@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Answer:
     margin: float
     reason: str
     cached: int
+    margins: list[float] = field(default_factory=list, compare=False)
+    """The same by token."""
 
 
 class Engine:
@@ -298,4 +300,5 @@ def _answer(output: Any) -> Answer:
         min((best[0] - best[1] for best in ranked), default=0.0),
         completion.finish_reason,
         output.num_cached_tokens,
+        [best[0] - best[1] for best in ranked],
     )

@@ -18,9 +18,10 @@ from tests.gpu.vllm.engine import Configuration, GpuEngine, ValvedServer, modes
 from tests.vllm.engine import CHUNK_TOKENS, Answer, Pages, random_tokens
 
 TOKENS = 6
-WIDE_MARGIN = 0.3
-"""Another order of bfloat16 additions moves a logarithm by less."""
-NEAR = 0.06
+WIDE_MARGIN = 0.6
+"""Another order of bfloat16 additions moves two logarithms apart by less."""
+NEAR = 0.25
+"""And one by less than this; other KV moves it by more than 1."""
 PACE_MS = 4.0
 """A load takes this times its slices: long beside a step."""
 MODES = list(modes(1))
@@ -65,12 +66,25 @@ def check(engine: GpuEngine, expected: Reference, **mode: Any) -> None:
     answer = engine.ask(expected.prompt, tokens, store=False, **mode)
     assert answer.cached == expected.hit
     np.testing.assert_array_equal(engine.pages_of("alone", expected.hit), expected.pages)
+    assert answer.tokens == expected.answer.tokens
     check_same(answer, expected.answer)
 
 
 def check_same(answer: Answer, expected: Answer) -> None:
-    assert (answer.tokens, answer.reason) == (expected.tokens, "length")
-    np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=NEAR)
+    """The same tokens by the same logarithms, up to a token that won by little: after another one
+    in its place everything may differ."""
+    assert answer.reason == "length"
+    assert len(answer.tokens) == len(expected.tokens)
+    tie = next(
+        (i for i, margin in enumerate(expected.margins) if margin < WIDE_MARGIN), len(answer.tokens)
+    )
+    same = next(
+        (i for i, token in enumerate(answer.tokens) if token != expected.tokens[i]),
+        len(answer.tokens),
+    )
+    assert same >= tie
+    compared = slice(0, max(1, same))
+    np.testing.assert_allclose(answer.logprobs[compared], expected.logprobs[compared], atol=NEAR)
 
 
 def with_wide_margin(
@@ -78,7 +92,7 @@ def with_wide_margin(
 ) -> list[Reference]:
     """References whose every token wins by far, so that they hold in any batch."""
     found: list[Reference] = []
-    for number in range(40 * wanted):
+    for number in range(200 * wanted):
         candidate = reference(engine, make(number), hit, tokens)
         if candidate.answer.margin > WIDE_MARGIN:
             found.append(candidate)
@@ -227,7 +241,7 @@ def test_sharers_of_draining_blocks(
 def test_load_lands_beside_decoding_requests(
     engine: GpuEngine, server: ValvedServer, early_mode: dict[str, Any]
 ) -> None:
-    (steady,) = with_wide_margin(engine, 1, made(70, 11), 64, 12)
+    steady = reference(engine, random_tokens(70, 11), 64, 12)
     (hit,) = with_wide_margin(engine, 1, made(290, 12), 256, 4)
     engine.forget()
     engine.add("steady", steady.prompt, 12, load=False, store=False)
@@ -260,7 +274,7 @@ def test_slice_that_fails_after_release_gives_no_token(
 ) -> None:
     """Owner and sharers end in an error, or computed what was missing; others go on."""
     (expected,) = with_wide_margin(engine, 1, made(290, 14), 256, 4)
-    (other,) = with_wide_margin(engine, 1, made(70, 15), 64, 12)
+    other = reference(engine, random_tokens(70, 15), 64, 12)
     engine.forget()
     engine.add("other", other.prompt, 12, load=False, store=False)
     engine.step_until(lambda: engine.request("other").num_output_tokens >= 2)
@@ -279,7 +293,7 @@ def test_slice_that_fails_after_release_gives_no_token(
     check_same(answers["other"], other.answer)
     engine.assert_all_idle(server)
     again = engine.ask(expected.prompt, 4, load=False, store=False)
-    assert again.tokens == expected.answer.tokens  # nothing of the bad blocks is in vLLM's cache
+    check_same(again, expected.answer)  # nothing of the bad blocks is in vLLM's cache
     check(engine, expected)
 
 
