@@ -24,7 +24,7 @@ run_queue() { # GPU: its engines, one after the other
     local waiting=$(((${#all[@]} - 1 - i) / gpus))
     local limit=$(((${LIMIT_S:-570} - 25 - SECONDS) / (waiting + 1)))
     # shellcheck disable=SC2086  # OPTIONS are words
-    taskset -c "$((gpu * cores))-$(((gpu + 1) * cores - 1))" \
+    VLLM_CACHE_ROOT=/tmp/vllm-cache-$gpu taskset -c "$((gpu * cores))-$(((gpu + 1) * cores - 1))" \
       timeout -k 5 "$((limit + 15))" python3 -m lamina.cli bench vllm --gpu "$gpu" \
       --save "$results/engine-$i.json" --limit-s "$limit" ${all[$i]} > "/tmp/engine-$i.log" 2>&1 ||
       echo "engine $i (${all[$i]}) exited with $?; the end of its log:" "$(tail -n 15 "/tmp/engine-$i.log")"

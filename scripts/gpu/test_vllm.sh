@@ -16,7 +16,7 @@ for runner in V2 V1; do
   for async in 1 0; do
     which=$runner-async$async
     gpu=$((number % gpus))
-    CUDA_VISIBLE_DEVICES=$gpu LAMINA_VLLM_RUNNER=$runner LAMINA_VLLM_ASYNC=$async \
+    VLLM_CACHE_ROOT=/tmp/vllm-cache-$which CUDA_VISIBLE_DEVICES=$gpu LAMINA_VLLM_RUNNER=$runner LAMINA_VLLM_ASYNC=$async \
       taskset -c "$((gpu * cores))-$(((gpu + 1) * cores - 1))" \
       python3 -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120 --show-capture=no --durations=5 \
       tests/gpu/vllm "$@" > "$results/vllm-$which.log" 2>&1 &

@@ -147,6 +147,8 @@ class Engine:
             answer.reason = completion.finish_reason or answer.reason
             if on_output is not None:
                 on_output(answer)
+        if not answer.tokens:
+            raise LaminaError(f"a request gave no tokens: {answer.reason}", "See vLLM's log")
         return answer
 
     async def ask_together(

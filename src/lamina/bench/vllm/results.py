@@ -71,6 +71,8 @@ class Start(msgspec.Struct, kw_only=True):
     streams: list[StreamSample] = []
     server: dict[str, float] = {}
     notes: list[str] = []
+    errors: list[str] = []
+    """Requests that gave no tokens, and what ended the run early."""
     is_whole: bool = False
     """Whether all that was asked for has been measured."""
 

@@ -84,7 +84,7 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
         try:
             asyncio.run(bench.run(model.write(_model_directory(spec.model))))
         except Exception as error:
-            bench.note(f"ended by {type(error).__name__}: {error}")
+            bench.fail(f"ended by {type(error).__name__}: {error}")
             raise
     return start
 
@@ -236,13 +236,17 @@ class _Bench:
         numbers = list(range(self._workload.documents))
         prompts = [self._prompt(arm, cell, repeat, number) for number in numbers]
         answered: list[Answer] = []
-        for first in range(0, len(numbers), cell.concurrency):
-            answered += await self._engine.ask_together(
-                prompts[first : first + cell.concurrency],
-                self._ours(arm.parameters),
-                self._workload.output_tokens,
-                with_margins=repeat == 0 and not arm.own_prompts,
-            )
+        try:
+            for first in range(0, len(numbers), cell.concurrency):
+                answered += await self._engine.ask_together(
+                    prompts[first : first + cell.concurrency],
+                    self._ours(arm.parameters),
+                    self._workload.output_tokens,
+                    with_margins=repeat == 0 and not arm.own_prompts,
+                )
+        except LaminaError as error:
+            self.fail(f"repeat {repeat}, {cell}, {arm.name}: {error}")
+            return
         for number, answer in zip(numbers, answered, strict=True):
             self._start.samples.append(_sample(arm, cell, repeat, number, answer))
         self._flush()
@@ -318,6 +322,11 @@ class _Bench:
 
     def note(self, text: str) -> None:
         self._start.notes.append(text)
+        self._progress(text)
+        self._flush()
+
+    def fail(self, text: str) -> None:
+        self._start.errors.append(text)
         self._progress(text)
         self._flush()
 

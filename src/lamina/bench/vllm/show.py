@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from lamina.bench.vllm.arms import FLOOR, HIT, RECOMPUTE
@@ -27,7 +28,7 @@ from lamina.errors import LaminaError
 def is_correct(report: Report) -> bool:
     """Every request found what it was to find, and no tokens were wrong."""
     for start in report.starts:
-        if missed(start):
+        if start.errors or missed(start):
             return False
         if any(tally[Verdict.WRONG] for tally in _tallies(start).values()):
             return False
@@ -192,7 +193,8 @@ def _start_lines(number: int, start: Start) -> list[str]:
             f"  [red]{sample.arm} at {sample.cell}: {sample.cached_tokens} tokens found, "
             f"{sample.expected_tokens} expected[/red]"
         )
-    lines += [f"  {note}" for note in start.notes]
+    lines += [f"  [red]{escape(error)}[/red]" for error in start.errors]
+    lines += [f"  {escape(note)}" for note in start.notes]
     if not start.is_whole:
         lines.append("  [yellow]not everything that was asked for was measured[/yellow]")
     return lines
