@@ -18,7 +18,7 @@ for runner in V2 V1; do
     gpu=$((number % gpus))
     VLLM_CACHE_ROOT=/tmp/vllm-cache-$which CUDA_VISIBLE_DEVICES=$gpu LAMINA_VLLM_RUNNER=$runner LAMINA_VLLM_ASYNC=$async \
       taskset -c "$((gpu * cores))-$(((gpu + 1) * cores - 1))" \
-      python3 -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120 --show-capture=no --durations=5 \
+      python3 -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120 --show-capture=no --tb=short --maxfail=4 --durations=5 \
       tests/gpu/vllm "$@" > "$results/vllm-$which.log" 2>&1 &
     running[$which]=$!
     number=$((number + 1))

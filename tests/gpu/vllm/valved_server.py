@@ -15,82 +15,36 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.board import Board
-from lamina.copies import CopyList
-from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice
+from lamina.devices.base import ServerDevice
 from lamina.devices.cuda import server_devices
 from lamina.devices.host import HostServerDevice
 from lamina.errors import DeviceError
-from lamina.linux import Peer
-from lamina.protocol import Region
 from lamina.server.main import Server
 from lamina.settings import ServerSettings
+from tests.support.valve import Valve, ValvedDevice
 from tests.vllm.engine import CHUNK_TOKENS
 
 ARENA_BYTES = 1 << 30
 
 
-class Lane:
+class Lane(Valve):
     """What loads go through: a pace, and perhaps a copy that fails."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pace_s = 0.0
         self.fails_after: int | None = None
-        self.passed = 0
 
     def pass_one(self) -> None:
         time.sleep(self.pace_s)  # a slow link
-        self.passed += 1
-        if self.fails_after is None:
-            return
-        self.fails_after -= 1
-        if self.fails_after < 0:
-            self.fails_after = None
-            raise DeviceError("the link broke", "Mend it")
-
-
-class _Stream:
-    def __init__(self, inner: CopyStream, lane: Lane) -> None:
-        self._inner = inner
-        self._lane = lane
-
-    def copy(self, memory: EngineMemory, copies: CopyList) -> None:
-        self._lane.pass_one()
-        self._inner.copy(memory, copies)
-
-    def announce(self, memory: EngineMemory, slot: int, count: int) -> None:
-        self._inner.announce(memory, slot, count)
-
-    def mark(self) -> int:
-        return self._inner.mark()
-
-    def is_done(self, mark: int) -> bool:
-        return self._inner.is_done(mark)
-
-
-class _Device:
-    """A device whose loads go through `lane`."""
-
-    def __init__(self, inner: ServerDevice, lane: Lane) -> None:
-        self._inner = inner
-        self._lane = lane
-
-    def near_cpus(self) -> set[int] | None:
-        return self._inner.near_cpus()
-
-    def pin(self, address: int, nbytes: int) -> None:
-        self._inner.pin(address, nbytes)
-
-    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
-        return self._inner.open(peer, board, regions)
-
-    def stream(self, direction: Direction) -> CopyStream:
-        inner = self._inner.stream(direction)
-        return _Stream(inner, self._lane) if direction is Direction.LOAD else inner
+        if self.fails_after is not None:
+            if self.fails_after == 0:
+                self.fail_next(DeviceError("the link broke", "Mend it"))
+            self.fails_after = self.fails_after - 1 if self.fails_after else None
+        super().pass_one()
 
 
 class Control:
@@ -107,9 +61,8 @@ class Control:
             case "loads":
                 self._lane.pace_s = command["pace_ms"] / 1e3
                 self._lane.fails_after = command["fails_after"]
+                self._lane.heal()
                 return {}
-            case "passed":
-                return {"passed": self._lane.passed}
             case "write":
                 return {"old": self._write(**command)}
             case unknown:
@@ -129,7 +82,9 @@ async def serve(path: Path, device: str) -> None:
     lane = Lane()
     devices: dict[str, ServerDevice] = {"host": HostServerDevice()}
     devices |= server_devices() if device == "cuda" else {}
-    valved = {name: _Device(inner, lane) for name, inner in devices.items()}
+    valved = {name: ValvedDevice(inner) for name, inner in devices.items()}
+    for valved_device in valved.values():
+        valved_device.loads = lane
     settings = ServerSettings(socket=path, arena_bytes=ARENA_BYTES, chunk_tokens=CHUNK_TOKENS)
     server = Server(settings, valved)
     control = Control(server, lane)

@@ -38,6 +38,7 @@ _STREAM_LEAD_TOKENS = 8
 _LINK_BYTES = 1 << 30
 _SENSITIVITY_TRIES = 8
 _STORE_PATIENCE_S = 60.0
+_ONE_MORE = 5
 _NO_CACHE = {"lamina.load": False, "lamina.store": False}
 _LOAD_ONLY = {"lamina.store": False}
 _STORE = {"lamina.load": False}
@@ -211,8 +212,12 @@ class _Bench:
         self._progress("documents are stored")
 
     async def _warm(self, document: int) -> int:
-        """Bring a document into GPU memory; returns how many tokens some cache had."""
-        prompt = self._workload.document(document)
+        """Bring a document into GPU memory; returns how many tokens some cache had.
+
+        It goes with one more token: at least one is computed, and it must not be one of the
+        document's, whose KV would then differ from what is stored by the order of additions.
+        """
+        prompt = [*self._workload.document(document), _ONE_MORE]
         return (await self._engine.ask(prompt, self._ours(_LOAD_ONLY))).cached_tokens
 
     async def _prepare(self, arm: Arm) -> None:
