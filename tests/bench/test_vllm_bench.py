@@ -158,14 +158,30 @@ def test_tokens_alone_must_be_the_same() -> None:
     assert judge(floor, sample("whole", 1, tokens=[5, 6])) is Verdict.WRONG
 
 
-def test_tokens_of_a_batch_may_differ_where_it_was_a_tie() -> None:
-    other = sample("whole", 1, concurrency=4, tokens=[5, 9, 7])
-    for margins, verdict in (
-        ([9.0, 0.1, 9.0], Verdict.TIE),
-        ([0.1, 9.0, 0.1], Verdict.WRONG),
-        ([], Verdict.UNDECIDED),
-    ):
-        assert judge(sample("floor", 1, concurrency=4, margins=margins), other) is verdict
+@pytest.mark.parametrize(
+    ("tokens", "margins", "verdict"),
+    [
+        ([5, 9, 7], [9.0, 0.1, 9.0], Verdict.TIE),
+        ([5, 9, 7], [0.1, 9.0, 0.1], Verdict.UNDECIDED),
+        ([5, 9, 7], [], Verdict.UNDECIDED),
+        ([9, 6, 7], [0.1, 9.0, 9.0], Verdict.TIE),
+        ([9, 6, 7], [9.0, 0.1, 0.1], Verdict.WRONG),
+    ],
+)
+def test_tokens_of_a_batch_may_differ_where_its_additions_have_another_order(
+    tokens: list[int], margins: list[float], verdict: Verdict
+) -> None:
+    floor = sample("floor", 1, concurrency=4, margins=margins)
+    other = sample("whole", 1, concurrency=4, tokens=tokens)
+    assert judge(floor, other) is verdict
+    assert judge(floor, other, is_exact=True) is Verdict.WRONG
+
+
+def test_times_of_an_exact_start_do_not_count() -> None:
+    exact = start(sample("floor", 10), sample("whole", 99))
+    exact.is_exact = True
+    report = Report(starts=[exact, start(sample("floor", 10), sample("whole", 12))])
+    assert [f.ttft_ms for f in figures(report)] == [10, 12]
 
 
 def test_tokens_are_compared_with_the_same_request_of_the_floor() -> None:

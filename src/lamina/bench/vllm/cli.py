@@ -52,6 +52,14 @@ def bench_vllm(
         float | None, typer.Option(help="Stop after so many seconds with what there is.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One repeat, no sensitivity.")] = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Prove tokens at any concurrency: vLLM computes independently of batches. Slow; "
+            "its times do not count.",
+        ),
+    ] = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", help="Where the JSON goes, as it grows.")
     ] = None,
@@ -86,6 +94,7 @@ def bench_vllm(
             runner=runner,
             limit_s=limit_s,
             check_sensitivity=not quick,
+            batch_invariant=batch_invariant,
         )
         start = run_bench(
             spec,

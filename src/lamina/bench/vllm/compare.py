@@ -47,23 +47,31 @@ class Verdict(enum.Enum):
     SAME = "same"
     TIE = "tie"
     UNDECIDED = "undecided"
-    """Different, and how near the tokens were is not known."""
+    """Different by another order of additions, as far as can be told."""
     WRONG = "wrong"
 
 
-def judge(floor: Sample, other: Sample) -> Verdict:
-    """Compare tokens. Alone a request has the floor's schedule, so its tokens must be the same;
-    in a batch, where additions come in another order, the first difference may be a tie."""
+def judge(floor: Sample, other: Sample, is_exact: bool = False) -> Verdict:
+    """Compare tokens.
+
+    Alone a request has the floor's schedule, so its tokens must be the same; so must they in any
+    schedule where vLLM computes independently of it (`is_exact`). Otherwise a batch adds in another
+    order, and these weights amplify that: of a batch only the first token, which comes from the
+    prefill, must be the same, where it won by more than a tie. What follows from a decode step
+    in another batch is not decided here.
+    """
     pairs = zip(floor.tokens, other.tokens, strict=False)
     at = next((i for i, (left, right) in enumerate(pairs) if left != right), None)
     if at is None:
         same_length = len(floor.tokens) == len(other.tokens)
         return Verdict.SAME if same_length else Verdict.WRONG
-    if other.concurrency == 1:
+    if is_exact or other.concurrency == 1:
         return Verdict.WRONG
     if at >= len(floor.margins):
         return Verdict.UNDECIDED
-    return Verdict.TIE if floor.margins[at] <= TIE_MARGIN else Verdict.WRONG
+    if floor.margins[at] <= TIE_MARGIN:
+        return Verdict.TIE
+    return Verdict.UNDECIDED if at else Verdict.WRONG
 
 
 def verdicts(start: Start, arms: Iterable[str]) -> dict[tuple[str, Cell], dict[Verdict, int]]:
@@ -79,7 +87,7 @@ def verdicts(start: Start, arms: Iterable[str]) -> dict[tuple[str, Cell], dict[V
             continue
         if reference is not None:
             tally = counts.setdefault((sample.arm, sample.cell), dict.fromkeys(Verdict, 0))
-            tally[judge(reference, sample)] += 1
+            tally[judge(reference, sample, start.is_exact)] += 1
     return counts
 
 
@@ -94,7 +102,7 @@ def figures(report: Report) -> list[Figure]:
         (_labelled(start, s.arm), s.cell)
         for start in report.starts
         for s in start.samples
-        if s.repeat
+        if s.repeat and not start.is_exact
     )
     return [_figure(report, arm, cell) for arm, cell in keys]
 
@@ -125,7 +133,7 @@ def _figure(report: Report, arm: str, cell: Cell) -> Figure:
 def _batches(report: Report, arm: str, cell: Cell) -> dict[BatchId, list[float]]:
     batches: dict[BatchId, list[float]] = defaultdict(list)
     for number, start in enumerate(report.starts):
-        for s in start.samples:
+        for s in start.samples if not start.is_exact else ():
             if s.repeat and s.cell == cell and _labelled(start, s.arm) == arm:
                 batches[number, s.repeat, s.batch].append(s.ttft_ms)
     return batches

@@ -64,6 +64,8 @@ class Start(msgspec.Struct, kw_only=True):
     host: dict[str, str]
     engine: dict[str, str] = {}
     workload: Workload
+    is_exact: bool = False
+    """vLLM computed independently of batches (VLLM_BATCH_INVARIANT): for tokens, not for times."""
     batched_tokens: int = 0
     link_gbps: float = 0.0
     sensitivity: Sensitivity | None = None

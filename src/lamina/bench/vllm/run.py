@@ -59,6 +59,8 @@ class BenchSpec(msgspec.Struct, frozen=True, kw_only=True):
     runner: str | None = None
     limit_s: float | None = None
     check_sensitivity: bool = True
+    batch_invariant: bool = False
+    """Tokens that do not depend on the batch: a proof, slow."""
 
 
 def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
@@ -71,6 +73,8 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
     runner = spec.runner or runner_of(spec.connector)
     if runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
+    if spec.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     start = Start(
         connector=spec.connector,
@@ -79,6 +83,7 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         host=_host(),
         workload=model.workload,
+        is_exact=spec.batch_invariant,
     )
     with cache_of(spec.connector, model) as cache:
         bench = _Bench(spec, model, arms, cache, start, path, progress)

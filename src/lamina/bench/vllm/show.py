@@ -38,7 +38,7 @@ def is_correct(report: Report) -> bool:
 def report_view(report: Report) -> Group:
     """Tables of first-token times, streams, correctness, and what else was measured."""
     found = figures(report)
-    parts: list[Table | str] = [_ttft_table(found)]
+    parts: list[Table | str] = [_ttft_table(found)] if found else []
     if streams := _stream_table(report):
         parts.append(streams)
     parts += _auto_lines(report, found) + _peer_lines(found) + _overhead_lines(report, found)
@@ -168,8 +168,9 @@ def _alone_tpot_ms(report: Report, connector: str) -> list[float]:
 
 def _start_lines(number: int, start: Start) -> list[str]:
     engine = ", ".join(f"{key} {value}" for key, value in start.engine.items())
+    exact = ", independent of batches" if start.is_exact else ""
     lines = [
-        f"start {number}: {start.connector}, vLLM {start.host.get('vllm')} ({engine}), "
+        f"start {number}: {start.connector}{exact}, vLLM {start.host.get('vllm')} ({engine}), "
         f"chunks of {start.batched_tokens} tokens, link {start.link_gbps:.1f} GB/s, "
         f"{start.host.get('gpu')}"
     ]
