@@ -12,18 +12,21 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu.vllm.engine import Configuration, GpuEngine, ValvedServer
+from tests.gpu.vllm.engine import ON_GPU, Configuration, GpuEngine, ValvedServer, modes
 from tests.vllm.engine import ENVIRONMENT
+
+MODES = list(modes(1))
 
 
 def why_not() -> str | None:
     """The reason why these tests cannot run here."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
-    if os.environ.get("LAMINA_VLLM_ON_CPU") == "1":
+    if not ON_GPU:
         return None
     import torch
 
@@ -44,7 +47,7 @@ def configuration() -> Configuration:
     return Configuration(
         os.environ.get("LAMINA_VLLM_RUNNER", "V2"),
         os.environ.get("LAMINA_VLLM_ASYNC", "1") == "1",
-        os.environ.get("LAMINA_VLLM_ON_CPU") != "1",
+        ON_GPU,
     )
 
 
@@ -87,3 +90,15 @@ def engine(the_engine: GpuEngine, server: ValvedServer) -> Iterator[GpuEngine]:
     server.loads()
     the_engine.end_requests()
     the_engine.assert_all_idle(server)
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest, configuration: Configuration) -> dict[str, Any]:
+    """A way to load: a request's `lamina.` parameters."""
+    return modes(configuration.model.layers)[request.param]
+
+
+@pytest.fixture(params=[name for name in MODES if name != "whole-async"])
+def early_mode(request: pytest.FixtureRequest, configuration: Configuration) -> dict[str, Any]:
+    """A way in which a request runs before all of its slices have landed."""
+    return modes(configuration.model.layers)[request.param]

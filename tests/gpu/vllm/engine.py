@@ -8,6 +8,7 @@ to try the tests themselves.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from tests.support.wait import eventually
 from tests.vllm.engine import POISON, Answer, Engine, Pages, connector_config
 
 BLOCKS = 1024
+ON_GPU = os.environ.get("LAMINA_VLLM_ON_CPU") != "1"
 
 
 class Configuration(NamedTuple):
