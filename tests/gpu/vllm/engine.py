@@ -89,10 +89,10 @@ class GpuEngine(Engine):
         side = self.worker._worker
         before_forward = side.before_forward
 
-        def note(hooks_fire: bool) -> None:
+        def note(hooks_fire: bool, *more: Any) -> None:
             if side._step_gates is not None:
                 self.hooks_fired.append(hooks_fire)
-            before_forward(hooks_fire)
+            before_forward(hooks_fire, *more)
 
         side.before_forward = note
 

@@ -78,7 +78,8 @@ def bench_vllm(
         if save_to is not None:
             save(report, save_to)
     else:
-        from lamina.bench.vllm.run import BenchSpec, run_bench
+        from lamina.bench.vllm.measure import BenchSpec
+        from lamina.bench.vllm.run import run_bench
 
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
