@@ -206,6 +206,17 @@ def test_a_hit_that_was_none_is_an_error() -> None:
     assert not is_correct(Report(starts=[one]))
 
 
+def test_auto_may_compute_some_of_a_hit() -> None:
+    """Its tokens are then computed in another order: nothing is wrong, nothing is proven."""
+    shorter = sample("auto", 1, cached_tokens=32, tokens=[9])
+    floor = sample("floor", 1)
+    assert judge(floor, shorter) is Verdict.UNDECIDED
+    assert judge(floor, shorter, is_exact=True) is Verdict.WRONG
+    assert is_correct(Report(starts=[start(floor, shorter)]))
+    assert missed(start(sample("whole", 1, cached_tokens=32)))
+    assert missed(start(sample("auto", 1, cached_tokens=96)))
+
+
 def test_bootstrap_holds_the_true_ratio_and_narrows() -> None:
     rng = np.random.default_rng(3)
     held = 0

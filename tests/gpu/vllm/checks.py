@@ -24,6 +24,7 @@ WIDE_MARGIN = 0.6
 """Another order of bfloat16 additions moves two logarithms of a first token apart by less."""
 NEAR = 0.25
 """And one by less than this; other KV moves it by more than 1."""
+PLAIN = {"layerwise_overlap": 1, "release_after_slices": 1}
 PACE_MS = 4.0
 """A load takes this times its slices: long beside a step."""
 
@@ -50,8 +51,10 @@ def reference(engine: GpuEngine, prompt: list[int], hit: int, tokens: int = TOKE
 
 
 def check(engine: GpuEngine, expected: Reference, **mode: Any) -> None:
-    """A hit from Lamina, into poisoned pages, gives what vLLM's own gave."""
+    """A hit from Lamina, into poisoned pages, gives what vLLM's own gave. By default one layer a
+    slice."""
     engine.forget()
+    mode = mode or PLAIN
     tokens = len(expected.answer.tokens)
     answer = engine.ask(expected.prompt, tokens, store=False, **mode)
     assert answer.cached == expected.hit

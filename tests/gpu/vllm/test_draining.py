@@ -73,7 +73,8 @@ def test_slice_that_fails_before_release_is_recomputed(
     for width in (1, 3, 0):
         engine.forget()
         server.loads(fails_after=0)
-        answer = engine.ask(expected.prompt, TOKENS, store=False, layerwise_overlap=width)
+        mode = {"layerwise_overlap": width, "release_after_slices": 1}
+        answer = engine.ask(expected.prompt, TOKENS, store=False, **mode)
         check_same(answer, alone)
     check(engine, expected)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.gpu.vllm.checks import (
     PACE_MS,
+    PLAIN,
     TOKENS,
     check,
     check_same,
@@ -46,7 +47,7 @@ def test_tokens_depend_on_every_stored_page(
         offset = (layer * per_chunk + block) * engine.page_bytes
         before = server.write(key, offset, garbage)
         engine.forget()
-        answer = engine.ask(prompt, TOKENS, store=False)
+        answer = engine.ask(prompt, TOKENS, store=False, **PLAIN)
         assert answer.cached == expected.hit
         assert answer.logprobs != expected.answer.logprobs
         changed += answer.tokens != expected.answer.tokens

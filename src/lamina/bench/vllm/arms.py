@@ -9,6 +9,7 @@ from lamina.errors import SettingsError
 
 FLOOR = "floor"
 RECOMPUTE = "recompute"
+AUTO = "auto"
 HIT = "hit"
 """The one arm of a peer: whatever its connector does."""
 OUR_ARMS = (
@@ -60,8 +61,8 @@ def parse_arm(name: str, layers: int, connector: str) -> Arm:
         return Arm(name, source, {**parameters, "lamina.load": False}, stores)
     if kind == "miss" and not options:
         return Arm(name, Source.NOWHERE, parameters, own_prompts=True)
-    if kind == "auto" and not options:
-        return Arm(name, Source.HOST, {**parameters, "lamina.layerwise_overlap": "auto"}, stores)
+    if kind == AUTO and not options:
+        return Arm(name, Source.HOST, {**parameters, "lamina.layerwise_overlap": AUTO}, stores)
     if kind == "whole":
         width = layers
     elif kind == "layered" and options and options[0].isdecimal() and int(options[0]):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lamina.bench.vllm.arms import FLOOR
+from lamina.bench.vllm.arms import AUTO, FLOOR
 from lamina.bench.vllm.results import Report, Sample, Start
 from lamina.bench.vllm.workload import Cell
 
@@ -65,7 +65,11 @@ def judge(floor: Sample, other: Sample, is_exact: bool = False) -> Verdict:
     if at is None:
         same_length = len(floor.tokens) == len(other.tokens)
         return Verdict.SAME if same_length else Verdict.WRONG
-    if is_exact or other.concurrency == 1:
+    if is_exact:
+        return Verdict.WRONG
+    if other.cached_tokens < floor.cached_tokens:
+        return Verdict.UNDECIDED  # a shorter hit was chosen, the rest computed: another order too
+    if other.concurrency == 1:
         return Verdict.WRONG
     if at >= len(floor.margins):
         return Verdict.UNDECIDED
@@ -93,7 +97,16 @@ def verdicts(start: Start, arms: Iterable[str]) -> dict[tuple[str, Cell], dict[V
 
 def missed(start: Start) -> list[Sample]:
     """Requests that did not find in a cache what they were to find, or found more."""
-    return [s for s in start.samples if s.cached_tokens != s.expected_tokens]
+    chosen = {id(sample) for sample in shortened(start)}
+    wrong = (s for s in start.samples if s.cached_tokens != s.expected_tokens)
+    return [sample for sample in wrong if id(sample) not in chosen]
+
+
+def shortened(start: Start) -> list[Sample]:
+    """Requests of `auto` that chose to compute some of their hit."""
+    return [
+        s for s in start.samples if s.arm.startswith(AUTO) and s.cached_tokens < s.expected_tokens
+    ]
 
 
 def figures(report: Report) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Group
@@ -18,6 +19,7 @@ from lamina.bench.vllm.compare import (
     missed,
     percentile,
     ratio_of,
+    shortened,
     verdicts,
 )
 from lamina.bench.vllm.results import Report, Start
@@ -189,6 +191,8 @@ def _start_lines(number: int, start: Start) -> list[str]:
             lines.append(f"  tokens of {arm} at {cell} against the floor's: {counts}")
     if compared := sum(tally[Verdict.SAME] for tally in _tallies(start).values()):
         lines.append(f"  {compared} requests gave the floor's tokens")
+    for cell, count in Counter(sample.cell for sample in shortened(start)).items():
+        lines.append(f"  auto computed a part of {count} hits at {cell}")
     for sample in missed(start)[:5]:
         lines.append(
             f"  [red]{sample.arm} at {sample.cell}: {sample.cached_tokens} tokens found, "
