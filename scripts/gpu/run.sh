@@ -8,7 +8,7 @@ mkdir -p "$results"
 source scripts/gpu/env.sh
 export COLUMNS=160
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-python3 -m pytest -q -s -p no:cacheprovider tests/gpu > "$results/tests.log" 2>&1 || true
+python3 -m pytest -q -s -p no:cacheprovider tests/gpu --ignore tests/gpu/vllm > "$results/tests.log" 2>&1 || true
 tail -n 12 "$results/tests.log"
 compute-sanitizer --log-file "$results/sanitizer.log" --target-processes all \
   python3 -m pytest -q -p no:cacheprovider tests/gpu/test_cuda_server.py -k "width and 3" || true

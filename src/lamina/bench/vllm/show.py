@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from lamina.bench.vllm.arms import FLOOR, HIT, RECOMPUTE
+from lamina.bench.vllm.arms import AUTO, FLOOR, HIT, RECOMPUTE
 from lamina.bench.vllm.compare import (
     Figure,
     Ratio,
@@ -192,7 +192,11 @@ def _start_lines(number: int, start: Start) -> list[str]:
     if compared := sum(tally[Verdict.SAME] for tally in _tallies(start).values()):
         lines.append(f"  {compared} requests gave the floor's tokens")
     for cell, count in Counter(sample.cell for sample in shortened(start)).items():
-        lines.append(f"  auto computed a part of {count} hits at {cell}")
+        found = [s.cached_tokens for s in start.samples if s.cell == cell and s.arm == AUTO]
+        lines.append(
+            f"  auto computed a part of {count} hits at {cell}: it loaded "
+            f"{sum(found) / max(1, len(found)):.0f} tokens on average"
+        )
     for sample in missed(start)[:5]:
         lines.append(
             f"  [red]{sample.arm} at {sample.cell}: {sample.cached_tokens} tokens found, "
