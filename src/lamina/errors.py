@@ -23,6 +23,7 @@ class ErrorCode(str, Enum):
     BAD_REQUEST = "bad_request"
     COPY_DENIED = "copy_denied"
     STOPPING = "stopping"
+    BUSY = "busy"
     INTERNAL = "internal"
 
 

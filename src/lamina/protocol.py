@@ -279,22 +279,28 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._data = bytearray()
 
+    def add(self, data: bytes) -> None:
+        """Take in bytes as they came."""
+        self._data += data
+
+    def take(self) -> bytes | None:
+        """The next complete body, or None. Raises `MalformedError` when a giant frame is next."""
+        if len(self._data) < FRAME_HEADER_BYTES:
+            return None
+        (length,) = _FRAME.unpack_from(self._data)
+        if length > MAX_FRAME_BYTES:
+            raise MalformedError(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
+        end = FRAME_HEADER_BYTES + length
+        if len(self._data) < end:
+            return None
+        body = bytes(self._data[FRAME_HEADER_BYTES:end])
+        del self._data[:end]
+        return body
+
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the bodies now complete. Raises `MalformedError` on a giant frame."""
-        self._data += data
-        bodies = []
-        start = 0
-        while len(self._data) - start >= FRAME_HEADER_BYTES:
-            (length,) = _FRAME.unpack_from(self._data, start)
-            if length > MAX_FRAME_BYTES:
-                raise MalformedError(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
-            end = start + FRAME_HEADER_BYTES + length
-            if len(self._data) < end:
-                break
-            bodies.append(bytes(self._data[start + FRAME_HEADER_BYTES : end]))
-            start = end
-        del self._data[:start]
-        return bodies
+        self.add(data)
+        return list(iter(self.take, None))
 
 
 def pack_block_ids(ids: BlockIds) -> bytes:

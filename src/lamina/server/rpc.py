@@ -19,6 +19,17 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Session, Any], "protocol.Reply | Awaitable[protocol.Reply]"]
 
 
+REQUESTS_PER_TURN = 16
+BYTES_PER_TURN = 32 << 10
+"""What one connection may have handled before everybody else's turn: about a millisecond. What a
+request costs grows with its keys and blocks, so with its bytes; one is handled whatever its size.
+"""
+MAX_UNANSWERED = 2048
+"""Requests of one connection that wait for a lane; above it no more are read until some end. More
+than the retrieves and stores that may be in flight, so that a cancel always gets through."""
+_LONGEST_CAUSE = 1000
+"""Characters; an error may quote what a peer sent."""
+
 _REFUSED_WHEN_STOPPING = (protocol.Register, protocol.Lookup, protocol.Retrieve, protocol.Store)
 
 
@@ -58,7 +69,11 @@ def _method_name(request: type[protocol.Message]) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One client after its greeting. Every request gets its reply or a typed error."""
+    """One client after its greeting. Every request gets its reply or a typed error.
+
+    Connections take turns: what was read and is not handled yet waits for the next one. Meanwhile
+    nothing more is read, so a flood fills the sender's socket and not the server's memory.
+    """
 
     def __init__(
         self,
@@ -75,6 +90,8 @@ class Connection(asyncio.Protocol):
         self._lost = lost
         self._frames = protocol.FrameBuffer()
         self._tasks: set[asyncio.Future[None]] = set()
+        self._is_read = True  # whether the client reads its replies
+        self._is_turn_due = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -86,18 +103,48 @@ class Connection(asyncio.Protocol):
         self._lost(self._session)
 
     def pause_writing(self) -> None:
-        self._transport.pause_reading()  # it does not read its replies: take no more requests
+        self._is_read = False  # take no more requests
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._is_read = True
+        self._ask_for_a_turn()
 
     def data_received(self, data: bytes) -> None:
+        self._frames.add(data)
+        self._take_turn()
+
+    def _ask_for_a_turn(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Handle what has come, within the limits of a turn; read on once all of it is handled."""
+        self._is_turn_due = False
+        requests = nbytes = 0
         try:
-            for body in self._frames.feed(data):
+            while not self._is_held_up():
+                if requests == REQUESTS_PER_TURN or nbytes > BYTES_PER_TURN:
+                    self._ask_for_a_turn()
+                    break
+                body = self._frames.take()
+                if body is None:
+                    self._transport.resume_reading()
+                    return
+                requests, nbytes = requests + 1, nbytes + len(body)
                 self._dispatch(protocol.decode_request(body))
         except protocol.MalformedError as error:
             self._fail(0, ErrorCode.MALFORMED, str(error), "The connection is closed; reconnect")
             self._transport.close()
+        self._transport.pause_reading()
+
+    def _is_held_up(self) -> bool:
+        """Whether no request is handled until replies are read, or transfers end, or ever."""
+        return (
+            not self._is_read
+            or len(self._tasks) >= MAX_UNANSWERED
+            or self._transport.is_closing()
+        )
 
     def _dispatch(self, request: protocol.Request) -> None:
         if self._is_stopping() and isinstance(request, _REFUSED_WHEN_STOPPING):
@@ -113,13 +160,18 @@ class Connection(asyncio.Protocol):
         else:
             task = asyncio.ensure_future(self._answer_later(request.id, result))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._answered)
 
     async def _answer_later(self, number: int, result: Awaitable[protocol.Reply]) -> None:
         try:
             self._reply(await result)
         except Exception as error:
             self._explain(number, error)
+
+    def _answered(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if len(self._tasks) == MAX_UNANSWERED - 1:
+            self._ask_for_a_turn()
 
     def _explain(self, number: int, error: Exception) -> None:
         if isinstance(error, RequestRefusedError):
@@ -134,7 +186,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, number: int, code: ErrorCode, cause: str, remedy: str) -> None:
         self._refused(code)
-        self._reply(protocol.ErrorReply(number, code, cause, remedy))
+        self._reply(protocol.ErrorReply(number, code, cause[:_LONGEST_CAUSE], remedy))
 
     def _reply(self, reply: protocol.Message) -> None:
         if not self._transport.is_closing():
