@@ -23,7 +23,7 @@ from lamina.server.counters import Counters
 from lamina.server.index import Index
 from lamina.server.lane import Lanes
 from lamina.server.leases import LeaseTable
-from lamina.server.listener import Listener
+from lamina.server.listener import MAX_SESSIONS, Listener
 from lamina.server.rpc import Connection, handlers_of
 from lamina.server.service import Service
 from lamina.server.sessions import Session, Sessions
@@ -108,7 +108,9 @@ class Server:
             stack.callback(filler.stop)
             self._listener.open()
             tasks = [
-                asyncio.create_task(self._listener.serve(self._welcome)),
+                asyncio.create_task(
+                    self._listener.serve(self._welcome, self._has_room, self._count_refusal)
+                ),
                 asyncio.create_task(self.sessions.beat()),
                 asyncio.create_task(self._expire_leases()),
             ]
@@ -140,6 +142,9 @@ class Server:
             lambda: connection, sock
         )
         self._transports[session] = transport
+
+    def _has_room(self) -> bool:
+        return len(self.sessions) < MAX_SESSIONS
 
     def _lost(self, session: Session) -> None:
         self.sessions.remove(session)

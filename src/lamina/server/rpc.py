@@ -141,9 +141,7 @@ class Connection(asyncio.Protocol):
     def _is_held_up(self) -> bool:
         """Whether no request is handled until replies are read, or transfers end, or ever."""
         return (
-            not self._is_read
-            or len(self._tasks) >= MAX_UNANSWERED
-            or self._transport.is_closing()
+            not self._is_read or len(self._tasks) >= MAX_UNANSWERED or self._transport.is_closing()
         )
 
     def _dispatch(self, request: protocol.Request) -> None:
