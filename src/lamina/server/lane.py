@@ -1,11 +1,11 @@
 """A lane: the ordered queue of transfers of one device in one direction.
 
-One thread per lane takes transfers one after another, in order of arrival, and runs each to its
-end: slices of two transfers never interleave, and nothing overtakes a transfer that has started.
+One thread per lane takes transfers one after another and runs each to its end: slices of two
+transfers never interleave, and nothing overtakes a transfer that has started.
 On a lane with nothing to do, the thread that submits enqueues the first batches itself: until the
 lane's own thread has woken up, they keep the link busy.
-A transfer whose ticket the engine has not written yet holds nobody up: the first one that is ready
-goes next. Tickets are read by the CPU; no stream of the server waits for another process.
+Workers take turns, and a transfer whose ticket the engine has not written yet holds nobody up
+(`queue`). Tickets are read by the CPU; no stream of the server waits for another process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from lamina.board import Board, TransferStatus, reached
 from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice
 from lamina.errors import DeviceError
+from lamina.server.queue import FairQueue
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Lane:
     def __init__(self, name: str, stream: CopyStream, yields_to: Lane | None = None) -> None:
         self._stream = stream
         self._yields_to = yields_to
-        self._queue: deque[Transfer] = deque()
+        self._queue = FairQueue()
         self._changed = threading.Condition()
         self._stopping = False
         self._running: _Run | None = None
@@ -158,9 +159,7 @@ class Lane:
         with self._changed:
             while self._running is None:
                 self._retire()
-                ready = next((t for t in self._queue if t.is_ready()), None)
-                if ready is not None:
-                    self._queue.remove(ready)
+                if (ready := self._queue.take_ready()) is not None:
                     self._running = _Run(ready, self._stream)
                 elif self._queue or self._in_flight:
                     self._changed.wait(poll_s)  # a ticket or a copy is on its way
