@@ -53,7 +53,7 @@ class Line:
         return transfer.name if transfer is not None else None
 
     def drain(self) -> list[str]:
-        return list(iter(self.take, None))  # type: ignore[arg-type]
+        return list(iter(self.take, None))
 
 
 @pytest.fixture

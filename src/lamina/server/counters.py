@@ -14,6 +14,8 @@ class Counters:
     lookup_chunks: int = 0
     hit_chunks: int = 0
     leases_expired: int = 0
+    leases_refused: int = 0
+    """Hits told as misses because their engine held too many leases."""
     retrieves: int = 0
     retrieves_failed: int = 0
     retrieved_bytes: int = 0
@@ -25,6 +27,8 @@ class Counters:
     present_chunks: int = 0
     dropped_chunks: int = 0
     stored_bytes: int = 0
+    overdue_transfers: int = 0
+    """Cancelled because they had not ended in time."""
     refused: Counter[str] = field(default_factory=Counter)
     """Typed errors sent, by code."""
 

@@ -3,7 +3,7 @@ or its time is up. Used by the server's event loop only."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -32,10 +32,16 @@ class LeaseTable:
         self._clock = clock
         self._leases: OrderedDict[int, Lease] = OrderedDict()  # in the order in which they run out
         self._of_request: dict[tuple[str, str], int] = {}
+        self._of_owner: dict[Hashable, dict[int, Lease]] = {}
+        self._chunks_of_owner: Counter[Hashable] = Counter()
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def held_by(self, owner: Hashable) -> tuple[int, int]:
+        """How many leases an owner has, and of how many chunks together."""
+        return len(self._of_owner.get(owner, ())), self._chunks_of_owner[owner]
 
     def grant(self, engine: str, owner: Hashable, request: str, chunks: list[Chunk]) -> Lease:
         """Pin `chunks`; ends the lease that the same request had before."""
@@ -46,6 +52,8 @@ class LeaseTable:
         lease = Lease(self._number, engine, owner, request, tuple(chunks), ends_at_s)
         self._leases[lease.number] = lease
         self._of_request[engine, request] = lease.number
+        self._of_owner.setdefault(owner, {})[lease.number] = lease
+        self._chunks_of_owner[owner] += len(lease.chunks)
         return lease
 
     def get(self, engine: str, number: int) -> Lease:
@@ -70,7 +78,7 @@ class LeaseTable:
             self._drop(self._leases[number])
 
     def end_owner(self, owner: Hashable) -> None:
-        for lease in [lease for lease in self._leases.values() if lease.owner is owner]:
+        for lease in list(self._of_owner.get(owner, {}).values()):
             self._drop(lease)
 
     def expire(self) -> int:
@@ -88,4 +96,9 @@ class LeaseTable:
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.number]
         del self._of_request[lease.engine, lease.request]
+        own = self._of_owner[lease.owner]
+        del own[lease.number]
+        self._chunks_of_owner[lease.owner] -= len(lease.chunks)
+        if not own:
+            del self._of_owner[lease.owner], self._chunks_of_owner[lease.owner]
         self._index.unpin(lease.chunks)

@@ -23,6 +23,7 @@ from lamina.server.counters import Counters
 from lamina.server.index import Index
 from lamina.server.lane import Lanes
 from lamina.server.leases import LeaseTable
+from lamina.server.limits import TRANSFER_TTL_S, StoreBudget
 from lamina.server.listener import MAX_SESSIONS, Listener
 from lamina.server.rpc import Connection, handlers_of
 from lamina.server.service import Service
@@ -58,6 +59,8 @@ class Server:
         self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock)
         self.lanes = Lanes(devices or _all_devices(settings))
         self.sessions = Sessions()
+        self.budget = StoreBudget(self.arena.capacity_bytes)
+        self._clock = clock
         service = Service(
             self.index,
             self.leases,
@@ -66,6 +69,8 @@ class Server:
             self.counters,
             settings.chunk_tokens,
             settings.lease_ttl_s,
+            self.budget,
+            clock,
             self.arena.capacity_bytes,
             self.gauges,
         )
@@ -87,6 +92,7 @@ class Server:
             "arena_capacity_bytes": self.arena.capacity_bytes,
             "arena_ready_bytes": self.arena.ready_bytes,
             "arena_free_bytes": self.arena.free_bytes,
+            "arena_reserved_bytes": self.budget.reserved_bytes,
         }
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -112,7 +118,7 @@ class Server:
                     self._listener.serve(self._welcome, self._has_room, self._count_refusal)
                 ),
                 asyncio.create_task(self.sessions.beat()),
-                asyncio.create_task(self._expire_leases()),
+                asyncio.create_task(self._end_overdue()),
             ]
             stack.push_async_callback(_end_tasks, tasks)
             stack.callback(self._listener.close)
@@ -156,10 +162,12 @@ class Server:
     def _count_refusal(self, code: ErrorCode) -> None:
         self.counters.refused[code.value] += 1
 
-    async def _expire_leases(self) -> None:
+    async def _end_overdue(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.settings.lease_ttl_s / 4))
             self.counters.leases_expired += self.leases.expire()
+            overdue = self.sessions.cancel_overdue(self._clock() - TRANSFER_TTL_S)
+            self.counters.overdue_transfers += overdue
 
     async def _serve_http(self, address: str, stack: contextlib.AsyncExitStack) -> None:
         host, port = parse_address(address)

@@ -22,20 +22,17 @@ from lamina.errors import (
     GeometryError,
     RequestRefusedError,
 )
-from lamina.geometry import BlockIds, check_block_ids
-from lamina.keys import KEY_BYTES
+from lamina.geometry import check_block_ids
+from lamina.server import limits
 from lamina.server.counters import Counters
 from lamina.server.index import Chunk, Index
 from lamina.server.lane import Lane, Lanes, Transfer
 from lamina.server.leases import LeaseTable
 from lamina.server.retrieve import Landed, RetrieveTransfer
-from lamina.server.sessions import Session, Sessions, Worker
+from lamina.server.sessions import InFlight, Session, Sessions, Worker
 from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunks, make_room
 
 log = logging.getLogger(__name__)
-
-MAX_STORES_IN_FLIGHT = 256
-"""Per session; stores beyond are dropped, which costs an engine nothing but a later hit."""
 
 _Result = TypeVar("_Result")
 
@@ -52,6 +49,8 @@ class Service:
         counters: Counters,
         chunk_tokens: int,
         lease_ttl_s: float,
+        budget: limits.StoreBudget,
+        clock: Callable[[], float],
         arena_bytes: int,
         gauges: Callable[[], dict[str, float]],
     ) -> None:
@@ -62,16 +61,15 @@ class Service:
         self._counters = counters
         self._chunk_tokens = chunk_tokens
         self._lease_ttl_s = lease_ttl_s
+        self._budget = budget
+        self._clock = clock
         self._arena_bytes = arena_bytes
         self._gauges = gauges
 
     def hello(self, session: Session, request: protocol.Hello) -> protocol.Welcome:
         if session.engine:
-            raise _refuse("the connection said hello before", "Say it once")
-        if not 1 <= len(request.engine) <= 128 or len(request.label) > 256:
-            raise _refuse(
-                "an engine's name has 1 to 128 characters and its label at most 256", "Shorten them"
-            )
+            raise limits.refuse("the connection said hello before", "Say it once")
+        limits.check_hello(request)
         session.engine, session.label = request.engine, request.label
         return protocol.Welcome(
             request.id,
@@ -89,6 +87,7 @@ class Service:
                 f"{session} has registered its KV memory before",
                 "Register once per connection; reconnect to register anew",
             )
+        limits.check_regions(request)
         geometry = request.geometry
         try:
             self._check_chunk(geometry.chunk_tokens, geometry.chunk_bytes)
@@ -96,7 +95,7 @@ class Service:
         except GeometryError as error:
             raise RequestRefusedError(ErrorCode.BAD_GEOMETRY, error.cause, error.remedy) from error
         if request.device not in self._lanes.devices:
-            raise _refuse(
+            raise limits.refuse(
                 f"this server has no device {request.device!r}",
                 f"It has {', '.join(self._lanes.devices)}",
             )
@@ -112,13 +111,18 @@ class Service:
 
     def lookup(self, session: Session, request: protocol.Lookup) -> protocol.Found:
         engine = session.need_hello()
-        _check_keys(request.keys)
+        limits.check_name(request.request)
+        limits.check_keys(request.keys)
         chunks = self._index.find(request.keys)
         self._counters.lookups += 1
         self._counters.lookup_chunks += len(request.keys)
         self._counters.hit_chunks += len(chunks)
+        self._leases.end_request(engine, request.request)
+        leases, leased = self._leases.held_by(session)
+        if leases >= limits.MAX_LEASES or leased + len(chunks) > limits.MAX_LEASED_CHUNKS:
+            self._counters.leases_refused += bool(chunks)
+            chunks = []
         if not chunks:
-            self._leases.end_request(engine, request.request)
             return protocol.Found(request.id, 0, 0)
         lease = self._leases.grant(engine, session, request.request, chunks)
         return protocol.Found(request.id, lease.number, len(chunks))
@@ -130,16 +134,18 @@ class Service:
         lease = self._leases.get(session.need_hello(), request.lease)
         geometry, chunks = worker.geometry, lease.chunks
         if {chunk.layout for chunk in chunks} != {geometry.digest}:
-            raise _refuse(
+            raise limits.refuse(
                 "the leased chunks were stored with another geometry",
                 "Make the geometry part of the namespace of the keys",
             )
-        block_ids = _unpack(request.block_ids)
+        block_ids = limits.unpack(request.block_ids)
         covered = len(chunks) * geometry.chunk_tokens
         check_block_ids(geometry, worker.page_map, request.start_tokens, covered, block_ids)
         slices = geometry.slices(request.layers_per_slice)
-        self._check_slot(session, request)
-        self._check_number(session, request.id)
+        limits.check_slot(session, request)
+        limits.check_number(session, request.id)
+        blocks = sum(map(len, block_ids))
+        limits.check_retrieves(session, blocks)
         plan = CopyPlan(
             geometry,
             worker.page_map,
@@ -159,7 +165,15 @@ class Service:
             request.base,
         )
         self._index.pin(chunks)
-        landed = self._begin(session, request.id, worker.loads, make, lease.request, request.slot)
+        landed = self._begin(
+            session,
+            request.id,
+            worker.loads,
+            make,
+            request=lease.request,
+            slot=request.slot,
+            blocks=blocks,
+        )
         return self._retrieved(session, request, chunks, landed)
 
     async def _retrieved(
@@ -184,20 +198,20 @@ class Service:
 
     def store(self, session: Session, request: protocol.Store) -> Awaitable[protocol.Stored]:
         worker = session.need_worker()
-        _check_keys(request.keys)
+        limits.check_keys(request.keys)
         geometry = worker.geometry
-        block_ids = _unpack(request.block_ids)
+        block_ids = limits.unpack(request.block_ids)
         covered = len(request.keys) * geometry.chunk_tokens
         tokens = check_block_ids(geometry, worker.page_map, 0, covered, block_ids)
         if tokens != covered:
-            raise _refuse(
+            raise limits.refuse(
                 f"blocks for {tokens} tokens, but {len(request.keys)} chunks have {covered}",
                 "Store full chunks",
             )
-        self._check_number(session, request.id)
+        limits.check_number(session, request.id)
         room = Room([], [])
-        if len(session.transfers) < MAX_STORES_IN_FLIGHT:
-            room = make_room(self._index, geometry, request.parent, request.keys)
+        if most_chunks := self._budget.chunks_for(session, geometry.chunk_bytes):
+            room = make_room(self._index, geometry, request.parent, request.keys, most_chunks)
         numbers = [number for number, _ in room.reserved]
         chosen = blocks_of_chunks(geometry, block_ids, numbers)
         plan = CopyPlan(
@@ -216,7 +230,11 @@ class Service:
             plan,
             len(geometry.layers),
         )
-        saved = self._begin(session, request.id, worker.stores, make) if numbers else None
+        saved = None
+        if numbers:
+            nbytes = sum(chunk.nbytes for _, chunk in room.reserved)
+            self._budget.reserved_bytes += nbytes
+            saved = self._begin(session, request.id, worker.stores, make, reserved_bytes=nbytes)
         return self._stored(session, request, room, saved)
 
     async def _stored(
@@ -233,6 +251,7 @@ class Service:
                 log.warning("a store of %s failed: %s", session, error)
             session.finish(request.id)
         reserved = [chunk for _, chunk in room.reserved]
+        self._budget.reserved_bytes -= sum(chunk.nbytes for chunk in reserved)
         if status:
             for chunk in reversed(reserved):
                 self._index.discard(chunk)
@@ -290,14 +309,21 @@ class Service:
         number: int,
         lane: Lane,
         make: Callable[[Callable[[_Result], None]], Transfer],
+        *,
         request: str | None = None,
         slot: int | None = None,
+        blocks: int = 0,
+        reserved_bytes: int = 0,
     ) -> Awaitable[_Result]:
         """Give a transfer to its lane; what comes back is how it ended."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[_Result] = loop.create_future()
         transfer = make(lambda value: _on_loop(loop, result, value))
-        session.begin(number, transfer, request, slot)
+        ended = loop.create_future()
+        begun_s = self._clock()
+        session.begin(
+            number, InFlight(transfer, begun_s, ended, request, slot, blocks, reserved_bytes)
+        )
         lane.submit(transfer)
         return result
 
@@ -314,39 +340,8 @@ class Service:
                 f"Start the server with an --arena of several times {chunk_bytes} bytes",
             )
 
-    def _check_slot(self, session: Session, request: protocol.Retrieve) -> None:
-        if not 0 <= request.slot < session.board.slots or not 0 <= request.base < 2**32:
-            raise _refuse(
-                f"slot {request.slot} with base {request.base} is not on the board",
-                f"Use slots below {session.board.slots} and 32-bit counts",
-            )
-        if any(f.slot == request.slot for f in session.transfers.values()):
-            raise _refuse(f"slot {request.slot} belongs to a transfer in flight", "Use a free slot")
-
-    def _check_number(self, session: Session, number: int) -> None:
-        if number in session.transfers:
-            raise _refuse(f"request id {number} is in use", "Give every request its own id")
-
 
 def _on_loop(
     loop: asyncio.AbstractEventLoop, result: asyncio.Future[_Result], value: _Result
 ) -> None:
     loop.call_soon_threadsafe(result.set_result, value)
-
-
-def _refuse(cause: str, remedy: str) -> RequestRefusedError:
-    return RequestRefusedError(ErrorCode.BAD_REQUEST, cause, remedy)
-
-
-def _check_keys(keys: tuple[bytes, ...]) -> None:
-    if not keys or any(len(key) != KEY_BYTES for key in keys):
-        raise _refuse(
-            f"a request needs at least one key, each of {KEY_BYTES} bytes",
-            "Compute keys with lamina.keys",
-        )
-    if len(set(keys)) != len(keys):
-        raise _refuse("a key is named twice", "Send the keys of one prompt, in order")
-
-
-def _unpack(packed: tuple[bytes, ...]) -> list[BlockIds]:
-    return [protocol.unpack_block_ids(ids) for ids in packed]

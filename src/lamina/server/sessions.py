@@ -35,12 +35,35 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A transfer that has not ended; `request` for a retrieve, `slot` likewise."""
+    """A transfer that has not ended: a retrieve with its `request`, its `slot` and how many
+    `blocks` it fills, or a store with what it has reserved of the arena."""
 
     transfer: Transfer
-    request: str | None
-    slot: int | None
+    begun_s: float
     ended: asyncio.Future[None]
+    request: str | None = None
+    slot: int | None = None
+    blocks: int = 0
+    reserved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Held:
+    """What all transfers in flight of a session hold."""
+
+    retrieves: int = 0
+    blocks: int = 0
+    stores: int = 0
+    reserved_bytes: int = 0
+
+    def count(self, transfer: InFlight, sign: int) -> None:
+        """Add a transfer that begins, or (`sign` -1) take away one that has ended."""
+        if transfer.request is None:
+            self.stores += sign
+        else:
+            self.retrieves += sign
+        self.blocks += sign * transfer.blocks
+        self.reserved_bytes += sign * transfer.reserved_bytes
 
 
 class Session:
@@ -53,6 +76,7 @@ class Session:
         self.label = ""
         self.worker: Worker | None = None
         self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
+        self.in_flight = Held()
         self._is_over = False
 
     def __str__(self) -> str:
@@ -76,16 +100,16 @@ class Session:
             )
         return self.worker
 
-    def begin(
-        self, number: int, transfer: Transfer, request: str | None = None, slot: int | None = None
-    ) -> None:
+    def begin(self, number: int, in_flight: InFlight) -> None:
         """Note a transfer before its lane gets it."""
-        ended = asyncio.get_running_loop().create_future()
-        self.transfers[number] = InFlight(transfer, request, slot, ended)
+        self.transfers[number] = in_flight
+        self.in_flight.count(in_flight, 1)
 
     def finish(self, number: int) -> None:
         """Its lane has ended it."""
-        self.transfers.pop(number).ended.set_result(None)
+        in_flight = self.transfers.pop(number)
+        self.in_flight.count(in_flight, -1)
+        in_flight.ended.set_result(None)
         self._close_if_over()
 
     def cancel(
@@ -136,6 +160,18 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         self._live.discard(session)
+
+    def cancel_overdue(self, begun_before_s: float) -> int:
+        """Cancel the transfers that began before a time; return how many were not yet."""
+        overdue = [
+            in_flight.transfer
+            for session in self._live
+            for in_flight in session.transfers.values()
+            if in_flight.begun_s < begun_before_s and not in_flight.transfer.cancelled_as
+        ]
+        for transfer in overdue:
+            transfer.cancel()
+        return len(overdue)
 
     async def beat(self, every_s: float = HEARTBEAT_EVERY_S) -> None:
         """Write the server's clock on every board, for ever."""

@@ -60,8 +60,10 @@ class Room(NamedTuple):
     reserved: list[tuple[int, Chunk]]
 
 
-def make_room(index: Index, geometry: Geometry, parent_key: bytes, keys: Sequence[bytes]) -> Room:
-    """Reserve what is missing of a chain of chunks, as far as there is room.
+def make_room(
+    index: Index, geometry: Geometry, parent_key: bytes, keys: Sequence[bytes], most_chunks: int
+) -> Room:
+    """Reserve what is missing of a chain of chunks, as far as there is room, `most_chunks` at most.
 
     What is present is pinned meanwhile, so that making room for the tail cannot evict the head. A
     chain whose parent is gone could never be found: nothing is reserved for it.
@@ -79,6 +81,8 @@ def make_room(index: Index, geometry: Geometry, parent_key: bytes, keys: Sequenc
             index.pin([chunk])
             room.held.append(chunk)
         else:
+            if len(room.reserved) >= most_chunks:
+                break
             chunk = index.reserve(key, parent, geometry.chunk_bytes, geometry.digest)
             if chunk is None:
                 break

@@ -1,0 +1,130 @@
+"""What a peer may ask for, and how much at a time: nobody's flood takes another's room.
+
+Sizes are checked here before anything is computed from them. What exceeds a size is refused; what
+exceeds a peer's share of the server is dropped where that costs only a later hit (stores, leases),
+and refused as busy where somebody waits (retrieves).
+"""
+
+from __future__ import annotations
+
+from lamina import protocol
+from lamina.errors import ErrorCode, RequestRefusedError
+from lamina.geometry import BlockIds
+from lamina.keys import KEY_BYTES
+from lamina.server.sessions import Session
+
+MAX_KEYS = 1 << 16
+"""Of one request: 16 million tokens with the default chunk."""
+MAX_NAME_CHARS = 1024
+"""Of a request's name, which users may choose."""
+MAX_REGIONS = 1024
+"""Allocations that a worker registers; opening one takes a few microseconds."""
+MAX_LEASES = 8192
+"""Per session. More requests than that wait for their turn as misses."""
+MAX_LEASED_CHUNKS = 1 << 20
+"""Of all leases of a session, 8 MiB of references."""
+MAX_RETRIEVES = 1024
+"""In flight per session; the client's boards have as many slots."""
+MAX_RETRIEVED_BLOCKS = 1 << 24
+"""Of all retrieves in flight of a session, 128 MiB of block ids: 2,000 prompts of 128k tokens."""
+MAX_STORES = 256
+"""In flight per session; more are dropped, which costs an engine nothing but a later hit."""
+TRANSFER_TTL_S = 300.0
+"""How long a transfer may take to end, waiting for its ticket included. Clients give up earlier:
+this is for those that do not, so that nothing stays pinned or reserved for ever."""
+
+
+def refuse(cause: str, remedy: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> RequestRefusedError:
+    """The error to raise for a request that cannot be served."""
+    return RequestRefusedError(code, cause, remedy)
+
+
+def check_hello(request: protocol.Hello) -> None:
+    """The names of an engine. Its label goes into the log, so it must be fit to print."""
+    if not 1 <= len(request.engine) <= 128 or len(request.label) > 256:
+        raise refuse(
+            "an engine's name has 1 to 128 characters and its label at most 256", "Shorten them"
+        )
+    if not request.label.isprintable():
+        raise refuse("an engine's label has characters that cannot be printed", "Leave them out")
+
+
+def check_name(name: str) -> None:
+    """The name of a request."""
+    if len(name) > MAX_NAME_CHARS:
+        raise refuse(f"the name of a request has {len(name)} characters", "Use a shorter one")
+
+
+def check_keys(keys: tuple[bytes, ...]) -> None:
+    """The keys of consecutive chunks."""
+    if not keys or any(len(key) != KEY_BYTES for key in keys):
+        raise refuse(
+            f"a request needs at least one key, each of {KEY_BYTES} bytes",
+            "Compute keys with lamina.keys",
+        )
+    if len(keys) > MAX_KEYS:
+        raise refuse(f"a request has {len(keys)} keys; {MAX_KEYS} are allowed", "Send the first")
+    if len(set(keys)) != len(keys):
+        raise refuse("a key is named twice", "Send the keys of one prompt, in order")
+
+
+def check_regions(request: protocol.Register) -> None:
+    """How many allocations a worker has."""
+    if len(request.regions) > MAX_REGIONS:
+        raise refuse(
+            f"the KV lies in {len(request.regions)} regions; {MAX_REGIONS} are allowed",
+            "Export whole allocations",
+        )
+
+
+def check_number(session: Session, number: int) -> None:
+    """A transfer is named by the id of its request."""
+    if number in session.transfers:
+        raise refuse(f"request id {number} is in use", "Give every request its own id")
+
+
+def check_slot(session: Session, request: protocol.Retrieve) -> None:
+    """Where a retrieve is to be announced."""
+    if not 0 <= request.slot < session.board.slots or not 0 <= request.base < 2**32:
+        raise refuse(
+            f"slot {request.slot} with base {request.base} is not on the board",
+            f"Use slots below {session.board.slots} and 32-bit counts",
+        )
+    if any(in_flight.slot == request.slot for in_flight in session.transfers.values()):
+        raise refuse(f"slot {request.slot} belongs to a transfer in flight", "Use a free slot")
+
+
+def check_retrieves(session: Session, blocks: int) -> None:
+    """Whether a session may have one more retrieve in flight."""
+    held = session.in_flight
+    if held.retrieves >= MAX_RETRIEVES or held.blocks + blocks > MAX_RETRIEVED_BLOCKS:
+        raise refuse(
+            f"{held.retrieves} retrieves of {held.blocks} blocks are in flight already",
+            "Wait until some have ended, or recompute",
+            ErrorCode.BUSY,
+        )
+
+
+def unpack(packed: tuple[bytes, ...]) -> list[BlockIds]:
+    """The block ids of a transfer, one array a group."""
+    return [protocol.unpack_block_ids(ids) for ids in packed]
+
+
+class StoreBudget:
+    """How much of the arena stores on their way may hold, so that none waits on another's ticket.
+
+    A session may reserve as much as it leaves for all others: half of it alone, a third each when
+    two do their worst.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self.reserved_bytes = 0
+
+    def chunks_for(self, session: Session, chunk_bytes: int) -> int:
+        """How many chunks the session's next store may reserve."""
+        own = session.in_flight
+        if own.stores >= MAX_STORES:
+            return 0
+        share = (self._capacity_bytes - self.reserved_bytes + own.reserved_bytes) // 2
+        return max((share - own.reserved_bytes) // chunk_bytes, 0 if own.stores else 1)
