@@ -171,7 +171,12 @@ class Conversations(RuleBasedStateMachine):
     def end_something(self, data: st.DataObject) -> None:
         engine = self.engine(data)
         numbers = st.one_of(st.integers(0, 40), any_numbers)
-        kind = data.draw(st.sampled_from([protocol.Cancel, protocol.EndLease, protocol.EndRequest]))
+        kinds: list[type[protocol.Message]] = [
+            protocol.Cancel,
+            protocol.EndLease,
+            protocol.EndRequest,
+        ]
+        kind = data.draw(st.sampled_from(kinds))
         if kind is protocol.EndRequest:
             engine.ask(kind, data.draw(st.sampled_from(["r", "s", "t", ""])))
         else:
@@ -217,7 +222,8 @@ def test_random_conversations() -> None:
     with tempfile.TemporaryDirectory(prefix="lamina-") as directory:
         server = ServerThread(Path(directory) / "run" / "s", arena_bytes=6 * 8192)
         try:
-            machine = type("Machine", (Conversations,), {"server": server}).TestCase
+            Conversations.server = server
+            machine = Conversations.TestCase
             machine.settings = settings(
                 derandomize=True,
                 deadline=None,
