@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
+from lamina.engines.vllm.boundary import Boundary
 from lamina.engines.vllm.config import ConnectorSettings, check_supported
 from lamina.engines.vllm.identity import namespace_of
 from lamina.engines.vllm.layout import layout_of
@@ -56,6 +57,7 @@ class LaminaConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None
+        self._boundary: Boundary | None = None
         self._worker: WorkerSide | None = None
         self._handshake: WorkerHandshake | None = None
         self._stream_of: Any = None
@@ -77,6 +79,7 @@ class LaminaConnector(KVConnectorBase_V1):
                 vllm_config.scheduler_config.max_num_batched_tokens,
                 vllm_config.parallel_config.world_size,
             )
+            self._boundary = Boundary(self._scheduler)
             self._connect(self._scheduler.client)
 
     # Worker's side
@@ -186,22 +189,25 @@ class LaminaConnector(KVConnectorBase_V1):
         self._scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        assert self._scheduler is not None
-        self._scheduler.new_request(request)
+        side, boundary = self._guarded()
+        boundary.ask(request, lambda: side.new_request(request), None)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        side, boundary = self._guarded()
+        return boundary.ask(
+            request, lambda: side.matched_tokens(request, num_computed_tokens), (0, False)
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        side, boundary = self._guarded()
+        ids = blocks.get_block_ids()[0]
+        boundary.step(lambda: side.allocated(request, ids, num_external_tokens), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        assert self._scheduler is not None
-        step = self._scheduler.build_step(scheduler_output)
+        side, boundary = self._guarded()
+        step = boundary.step(lambda: side.build_step(scheduler_output), StepMetadata())
         if step.loads and (worker := self._worker_here()) is not None:
             worker.begin_early(step)
         if step.gates and hasattr(scheduler_output, "has_sync_kv_loads"):
@@ -209,17 +215,17 @@ class LaminaConnector(KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._scheduler is not None
-        self._scheduler.step_done(
-            connector_output.finished_recving or (), connector_output.kv_connector_worker_meta
-        )
+        side, boundary = self._guarded()
+        released = connector_output.finished_recving or ()
+        report = connector_output.kv_connector_worker_meta
+        boundary.step(lambda: side.step_done(released, report), None)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the free: what is needed is held in the pool."""
-        assert self._scheduler is not None
-        self._scheduler.finished(request)
+        side, boundary = self._guarded()
+        boundary.end(lambda: side.finished(request))
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -235,6 +241,11 @@ class LaminaConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         self._scheduler.reset()
         return True
+
+    def _guarded(self) -> tuple[SchedulerSide, Boundary]:
+        assert self._scheduler is not None
+        assert self._boundary is not None
+        return self._scheduler, self._boundary
 
     # Both
 

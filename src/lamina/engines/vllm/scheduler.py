@@ -73,6 +73,10 @@ class SchedulerSide:
         self._namespace = namespace
         self._planner.set_model(layers, token_bytes)
 
+    def is_tracked(self, request_id: str) -> bool:
+        """Whether steps of the request are gated where it reads a load in flight."""
+        return request_id in self._tracked
+
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed though no request may be left: blocks are held."""

@@ -17,6 +17,7 @@ from lamina.client import Reason
 class SchedulerCounts:
     """Since the last report, on the scheduler's side."""
 
+    faults: int = 0
     loads: int = 0
     loaded_tokens: int = 0
     recomputed: int = 0
@@ -56,6 +57,7 @@ class WorkerCounts:
 
 
 DESCRIPTIONS = {
+    "faults": "Faults of Lamina's own that the engine survived; it goes on without the cache.",
     "loads": "Loads begun.",
     "loaded_tokens": "Tokens of the loads begun: the hits.",
     "recomputed": "Requests whose load failed before they ran, and who computed instead.",
