@@ -385,3 +385,29 @@ TestIndex = IndexAgainstModel.TestCase
 TestIndex.settings = settings(
     derandomize=True, deadline=None, max_examples=80, stateful_step_count=40
 )
+
+
+def test_the_tail_of_a_discarded_chunk_serves_its_successor_and_goes_like_any_other() -> None:
+    """A store ends well whose parent was another store's that failed: the tail stays without a
+    head. Once the head is stored anew, the tail is found again; neither keeps the other's memory."""
+    index = index_of(4)
+    head = index.reserve(b"head", None, CHUNK_BYTES, LAYOUT)
+    assert head is not None
+    index.pin([head])  # the other store holds it as present
+    tail = index.reserve(b"tail", head, CHUNK_BYTES, LAYOUT)
+    assert tail is not None
+    index.discard(head)
+    index.commit(tail)
+    index.unpin([head])
+    assert index.find([b"head", b"tail"]) == []
+    again = index.reserve(b"head", None, CHUNK_BYTES, LAYOUT)
+    assert again is not None
+    index.commit(again)
+    assert index.find([b"head", b"tail"]) == [again, tail]
+    assert index.pins == 0
+    assert index.clear() == 2
+    assert len(index) == 0
+    assert [index.reserve(bytes([n]), None, CHUNK_BYTES, LAYOUT) is not None for n in range(5)] == [
+        *[True] * 4,
+        False,
+    ]
