@@ -388,8 +388,8 @@ TestIndex.settings = settings(
 
 
 def test_the_tail_of_a_discarded_chunk_serves_its_successor_and_goes_like_any_other() -> None:
-    """A store ends well whose parent was another store's that failed: the tail stays without a
-    head. Once the head is stored anew, the tail is found again; neither keeps the other's memory."""
+    """A store ends well whose parent was another store's that failed: its tail has no head then.
+    Once the head is stored anew, the tail is found again; neither keeps the other's memory."""
     index = index_of(4)
     head = index.reserve(b"head", None, CHUNK_BYTES, LAYOUT)
     assert head is not None

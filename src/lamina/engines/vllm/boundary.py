@@ -8,7 +8,7 @@ tokens, and no answer is better than a wrong one.
     a lookup fails              no hit, for nobody from then on
     a request is tracked        what it shares with loads in flight is still gated and held
     nothing is held             nothing can be read or written wrongly: every call may be left out
-    anything else               the exception goes on
+    anything else               the exception goes on; so it does where vLLM was promised a hit
 """
 
 from __future__ import annotations

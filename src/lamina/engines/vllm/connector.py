@@ -203,7 +203,10 @@ class LaminaConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side, boundary = self._guarded()
         ids = blocks.get_block_ids()[0]
-        boundary.step(lambda: side.allocated(request, ids, num_external_tokens), None)
+        if num_external_tokens:  # vLLM counts on them from here on
+            side.allocated(request, ids, num_external_tokens)
+        else:
+            boundary.step(lambda: side.allocated(request, ids, 0), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         side, boundary = self._guarded()
