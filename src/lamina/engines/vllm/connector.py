@@ -196,8 +196,9 @@ class LaminaConnector(KVConnectorBase_V1):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         side, boundary = self._guarded()
+        no_hit: tuple[int | None, bool] = (0, False)
         return boundary.ask(
-            request, lambda: side.matched_tokens(request, num_computed_tokens), (0, False)
+            request, lambda: side.matched_tokens(request, num_computed_tokens), no_hit
         )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
