@@ -1,7 +1,7 @@
 """A flood of one engine costs another at most its latency again: quiet and flooded, in turns.
 
 The link is throttled so that it is the bound, as a GPU's is, and not the CPUs, which the flood, the
-server and the engine share here. The flood's transfers are half as long as the victim's: a
+server and the engine share here. The flood's transfers are a quarter of the victim's: a
 transfer that has started is not interrupted, so a victim waits for at most one of another's.
 """
 
@@ -22,7 +22,7 @@ from tests.support.flood import CHUNKS as CHUNKS_OF_FLOOD
 from tests.support.server import ServerProcess
 from tests.support.worker import PageWorker, ids, random_keys
 
-CHUNKS = 2 * CHUNKS_OF_FLOOD
+CHUNKS = 4 * CHUNKS_OF_FLOOD
 BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
 ROUNDS = 8
 HITS = 15

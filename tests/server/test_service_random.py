@@ -233,7 +233,7 @@ def test_random_conversations() -> None:
             )
             machine("runTest").runTest()
             totals = server.totals()
-            assert totals["retrieves"] - totals["retrieves_failed"] > 20, "hardly a conversation"
+            assert totals["retrieves"] - totals["retrieves_failed"] > 5, "hardly a conversation"
             assert totals["stored_chunks"] > 20
         finally:
             server.stop()

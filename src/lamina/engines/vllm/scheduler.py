@@ -216,7 +216,9 @@ class SchedulerSide:
             settings = RequestSettings(self._settings, request.kv_transfer_params)
         except SettingsError as error:
             log.warning("request %s goes without the cache: %s", request.request_id, error)
-            return None
+            # Tracked all the same: in vLLM's own cache it may find blocks that a load still fills.
+            without = {"lamina.load": False, "lamina.store": False}
+            settings = RequestSettings(self._settings, without)
         namespace = self._namespace
         if request.cache_salt:
             fields = {name: getattr(namespace, name) for name in Namespace.__struct_fields__}
