@@ -120,7 +120,14 @@ class Rig:
 
     # What a test does
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        resumable: bool = False,
+        **options: Any,
+    ) -> None:
         """Add a request; `options` become `lamina.*` of its `kv_transfer_params`."""
         params = {f"lamina.{key}": value for key, value in options.items()}
         sampling = SamplingParams(
@@ -132,6 +139,7 @@ class Rig:
         self.texts[name] = Text(self.model, prompt)
         self.tokens[name] = []
         request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        request.resumable = resumable
         self.requests[name] = request
         self.scheduler.add_request(request)
 

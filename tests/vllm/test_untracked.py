@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.vllm.scheduler_harness import MODES, Rig
@@ -9,12 +11,26 @@ from tests.vllm.test_scheduler_hazards import ASKED, SMALL, promoted
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sharer_with_settings_that_are_refused_waits_for_its_slices_too(mode: str) -> None:
+@pytest.mark.parametrize("bypass", [{"nonsense": 1}, {"load": False, "store": False}])
+def test_a_sharer_that_goes_without_the_cache_waits_for_its_slices_too(
+    mode: str, bypass: dict[str, Any]
+) -> None:
     """vLLM gives it blocks that an aborted owner's load still fills."""
     rig = Rig(mode, blocks=SMALL)
     load = promoted(rig)
     rig.abort("A")
-    rig.add("B", ASKED, nonsense=1)
+    rig.add("B", ASKED, **bypass)
     rig.run("B")
     assert load.is_over
+    rig.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_whose_prompt_may_still_grow_is_gated_too(mode: str) -> None:
+    rig = Rig(mode, blocks=SMALL)
+    promoted(rig)
+    rig.abort("A")
+    rig.add("B", ASKED, resumable=True)
+    assert rig.side.is_tracked("B")
+    rig.abort("B")
     rig.close()

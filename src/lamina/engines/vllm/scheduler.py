@@ -206,19 +206,15 @@ class SchedulerSide:
     # Lookups
 
     def _track(self, request: Any) -> Tracked | None:
-        """The request's state; None when it bypasses the cache or nothing is known yet."""
+        """The request's state; None while nothing is known yet.
+
+        One that goes without the cache is tracked too: in vLLM's own it may find blocks that a load
+        still fills.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is not None or self._namespace is None:
             return tracked
-        if request.prompt_embeds is not None or request.resumable:
-            return None  # no token ids to name chunks by; or a prompt that is not all there yet
-        try:
-            settings = RequestSettings(self._settings, request.kv_transfer_params)
-        except SettingsError as error:
-            log.warning("request %s goes without the cache: %s", request.request_id, error)
-            # Tracked all the same: in vLLM's own cache it may find blocks that a load still fills.
-            without = {"lamina.load": False, "lamina.store": False}
-            settings = RequestSettings(self._settings, without)
+        settings = self._settings_of(request)
         namespace = self._namespace
         if request.cache_salt:
             fields = {name: getattr(namespace, name) for name in Namespace.__struct_fields__}
@@ -234,9 +230,20 @@ class SchedulerSide:
         self._tracked[request.request_id] = tracked
         return tracked
 
+    def _settings_of(self, request: Any) -> RequestSettings:
+        without = RequestSettings(self._settings, {"lamina.load": False, "lamina.store": False})
+        if request.prompt_embeds is not None or request.resumable:
+            return without  # no token ids to name chunks by; or a prompt that is not all there yet
+        try:
+            return RequestSettings(self._settings, request.kv_transfer_params)
+        except SettingsError as error:
+            log.warning("request %s goes without the cache: %s", request.request_id, error)
+            return without
+
     def _look_up(self, tracked: Tracked) -> None:
-        keys = tracked.chain.extend(tracked.request.all_token_ids, tracked.extras)
-        if tracked.may_load and keys:
+        if not tracked.may_load:
+            return
+        if keys := tracked.chain.extend(tracked.request.all_token_ids, tracked.extras):
             tracked.lookup = self.client.lookup(tracked.request.request_id, keys)
             tracked.looked_up_s = time.monotonic()
 
