@@ -23,7 +23,7 @@ from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -47,12 +47,13 @@ class Hello(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """`lease_ttl_s` is how long an unused lease lasts; `server_clock_ns` the server's monotonic
-    clock, which heartbeats are read against."""
+    clock, which heartbeats are read against; `session` names this connection to `EndSession`."""
 
     server_version: str
     chunk_tokens: int
     lease_ttl_s: float
     server_clock_ns: int
+    session: int
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +168,16 @@ class EndRequest(Message, frozen=True):
     request: str
 
 
+class EndSession(Message, frozen=True):
+    """Ends a former connection of the same engine, which the engine has lost, and is answered once
+    nothing of it will be read or written any more.
+
+    Refused for a session that another server process gave out: this one knows nothing of it.
+    """
+
+    session: int
+
+
 class Done(Message, frozen=True):
     pass
 
@@ -205,7 +216,7 @@ class ErrorReply(Message, frozen=True):
 
 Request: TypeAlias = (
     Hello | Register | Lookup | Retrieve | Store | Cancel | EndLease | EndRequest | Ping | GetStats
-    | Clear
+    | Clear | EndSession
 )  # fmt: skip
 Reply: TypeAlias = (
     Welcome | Registered | Found | Retrieved | Stored | Cancelled | Done | Pong | Stats | Cleared
@@ -221,6 +232,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Cancel: Cancelled,
     EndLease: Done,
     EndRequest: Done,
+    EndSession: Done,
     Ping: Pong,
     GetStats: Stats,
     Clear: Cleared,

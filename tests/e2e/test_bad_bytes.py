@@ -44,7 +44,11 @@ from tests.support.worker import ids
 @pytest.mark.parametrize(
     ("preface", "code", "words"),
     [
-        (protocol.MAGIC + struct.pack("<I", 2), ErrorCode.VERSION, ["protocol 2", "same Lamina"]),
+        (
+            protocol.MAGIC + struct.pack("<I", protocol.VERSION + 1),
+            ErrorCode.VERSION,
+            [f"protocol {protocol.VERSION + 1}", "same Lamina"],
+        ),
         (protocol.MAGIC + struct.pack("<I", 0), ErrorCode.VERSION, ["protocol 0", "same Lamina"]),
         (b"GET / HT", ErrorCode.MALFORMED, ["first bytes", "Lamina client"]),
         (protocol.MAGIC, ErrorCode.MALFORMED, ["first bytes", "Lamina client"]),
@@ -69,7 +73,7 @@ def test_a_client_says_why_the_server_turned_it_away(
     client = Client(
         ClientSettings(socket=bystander.server.settings.socket), HostWorkerDevice(), "newer"
     )
-    with pytest.raises(RequestRefusedError, match="speaks protocol 9, the server 1") as refusal:
+    with pytest.raises(RequestRefusedError, match="speaks protocol 9") as refusal:
         client.connect()
     assert refusal.value.code is ErrorCode.VERSION
     client.close()

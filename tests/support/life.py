@@ -81,6 +81,9 @@ class StreamDevice(HostWorkerDevice):
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
         self.enqueue(lambda: HostWorkerDevice.write_ticket(self, board, ticket))
 
+    def detach(self, board: Board) -> None:
+        self.compute()
+
     def compute(self) -> None:
         """Do all that is enqueued, in order."""
         while self._enqueued:

@@ -27,6 +27,8 @@ class Valve:
         self._fault: DeviceError | None = None
         self.passed = 0
         """Copies that went through."""
+        self._ends_held = False
+        self._ending = False
 
     def close(self) -> None:
         """Let no further copy pass."""
@@ -37,6 +39,7 @@ class Valve:
         """Let everything pass."""
         with self._changed:
             self._permits = None
+            self._ends_held = self._ending = False
             self._changed.notify_all()
 
     def let_pass(self, copies: int) -> None:
@@ -44,6 +47,28 @@ class Valve:
         with self._changed:
             self._permits = (self._permits or 0) + copies
             self._changed.notify_all()
+
+    def hold_ends(self) -> None:
+        """Let no copy that went through be done: as if it were still on the wire."""
+        with self._changed:
+            self._ends_held = True
+
+    def let_end(self) -> None:
+        with self._changed:
+            self._ends_held = self._ending = False
+
+    def wait_until_ending(self) -> None:
+        """Return once a transfer only waits for its copies to be done."""
+        with self._changed:
+            ending = self._changed.wait_for(lambda: self._ending, PATIENCE_S)
+        assert ending, "no transfer came to its end"
+
+    def may_end(self) -> bool:
+        """The lane's side: whether copies may be done."""
+        with self._changed:
+            self._ending = self._ends_held
+            self._changed.notify_all()
+            return not self._ends_held
 
     def fail_next(self, error: DeviceError) -> None:
         """Make the next copy raise instead of copying."""
@@ -108,7 +133,7 @@ class _ValvedStream:
         return self._inner.mark()
 
     def is_done(self, mark: int) -> bool:
-        return self._inner.is_done(mark)
+        return self._valve.may_end() and self._inner.is_done(mark)
 
 
 class ValvedDevice:

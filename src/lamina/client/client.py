@@ -34,6 +34,9 @@ from lamina.settings import AUTO, ClientSettings
 
 log = logging.getLogger(__name__)
 
+ALARM_AFTER_S = 1.0
+"""A server silent for so long, or pages quarantined for so long, are worth a line in the log."""
+
 
 class Client:
     """See the module. `engine` names the engine this client belongs to; all its processes share
@@ -56,7 +59,10 @@ class Client:
         self._link: Link | None = None
         self._lost: list[Link] = []
         self._next_attempt_s = 0.0
+        self._chunk_tokens = settings.chunk_tokens
         self._last_trouble = ""
+        self._quarantined_since_s: float | None = None
+        self._is_alarmed = False
         self._watchdog = Watchdog(self._in_flight, clock)
 
     def register(self, geometry: Geometry, page_map: PageMap, regions: Iterable[Region]) -> None:
@@ -136,10 +142,11 @@ class Client:
 
     @property
     def chunk_tokens(self) -> int | None:
-        """Tokens of a chunk as agreed with the server; None before the first connection."""
+        """Tokens of a chunk as agreed with the server, the last one when it is gone; None before
+        the first connection."""
         if self._link is not None and self._link.chunk_tokens:
-            return self._link.chunk_tokens
-        return self.settings.chunk_tokens
+            self._chunk_tokens = self._link.chunk_tokens
+        return self._chunk_tokens
 
     @property
     def lease_ttl_s(self) -> float:
@@ -156,20 +163,17 @@ class Client:
         link = self._link
         if link is not None:
             link.connection.pump()
-            if link.is_open and self._last_trouble:
-                log.info("%s has its cache back", self.label)
-                self._last_trouble = ""
+            self._note_health(link)
             if link.connection.is_lost:
-                self._log_trouble(link)
                 self._drop_link()
         elif self._clock() >= self._next_attempt_s:
             self._reconnect()
         for lost in list(self._lost):
-            if lost.transfers is not None:
-                lost.transfers.reap()
+            lost.reap(link.connection if link is not None and link.is_open else None)
             if lost.is_over:
                 self._lost.remove(lost)
                 lost.close()
+        self._alarm()
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> Lookup:
         """Ask how many of `keys` are held; a miss at once when the server is not usable."""
@@ -274,10 +278,37 @@ class Client:
         self._link = None
         self._next_attempt_s = self._clock() + self.settings.reconnect_every_ms / 1000
 
-    def _log_trouble(self, link: Link) -> None:
-        said = link.refusal or link.connection.parting_word
-        reason = f"{said.cause}. {said.remedy}" if said else "the server closed the connection"
-        self.note_trouble(reason)
+    def _note_health(self, link: Link) -> None:
+        if link.connection.is_lost:
+            said = link.refusal or link.connection.parting_word
+            reason = f"{said.cause}. {said.remedy}" if said else "the server closed the connection"
+            self.note_trouble(reason)
+        elif link.is_open and link.connection.heartbeat_age_s() > ALARM_AFTER_S:
+            self.note_trouble(
+                f"the server (pid {link.connection.server.pid}) is silent. "
+                "It may be stopped, or the host overloaded"
+            )
+        elif self._last_trouble and self.is_usable:
+            log.info("%s has its cache back", self.label)
+            self._last_trouble = ""
+
+    def _alarm(self) -> None:
+        """Say so when pages stay quarantined, once each time, and when they are back."""
+        quarantined = self.quarantined
+        if not quarantined:
+            if self._is_alarmed:
+                log.info("%s has its quarantined pages back", self.label)
+            self._quarantined_since_s, self._is_alarmed = None, False
+        elif self._quarantined_since_s is None:
+            self._quarantined_since_s = self._clock()
+        elif not self._is_alarmed and self._clock() - self._quarantined_since_s > ALARM_AFTER_S:
+            self._is_alarmed = True
+            log.error(
+                "%s has given up %d loads that the server may still write: their pages stay "
+                "quarantined until it answers or its process ends. Continue or kill it",
+                self.label,
+                quarantined,
+            )
 
     def note_trouble(self, trouble: str) -> None:
         """Log why there is no cache, once however often it is tried."""

@@ -31,6 +31,7 @@ class Connection:
 
     def __init__(self, path: Path, board: Board) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)  # a stopped server's backlog may be full
         try:
             self._socket.connect(os.fspath(path))
             self.server: Peer = peer_of(self._socket)
@@ -41,7 +42,6 @@ class Connection:
                 f"no Lamina server answers at {path} ({error.strerror})",
                 "Start one with `lamina serve`, or correct lamina.socket",
             ) from error
-        self._socket.setblocking(False)
         self._board = board
         self._frames = protocol.FrameBuffer()
         self._unsent = bytearray()

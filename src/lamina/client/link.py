@@ -58,6 +58,8 @@ class Link:
         self.refusal: protocol.ErrorReply | None = None
         self.chunk_tokens = 0
         self.lease_ttl_s = 0.0
+        self.session = 0
+        self._asked: Connection | None = None
         self.connection.call(lambda n: protocol.Hello(n, engine, label), self._welcomed)
 
     @property
@@ -69,6 +71,18 @@ class Link:
     def is_over(self) -> bool:
         """Whether the connection is lost and nothing of it is in flight any more."""
         return self.connection.is_lost and (self.transfers is None or self.transfers.is_idle)
+
+    def reap(self, successor: Connection | None) -> None:
+        """Free what the server will not touch any more, once this connection is lost.
+
+        Proven by the server's death, or by a living server's word on the `successor` connection.
+        """
+        if self.transfers is None:
+            return
+        self.transfers.reap()
+        if not self.is_over and successor is not None and self._asked is not successor:
+            self._asked = successor
+            successor.call(lambda n: protocol.EndSession(n, self.session), self._session_ended)
 
     def close(self) -> None:
         """Only when it `is_over`, or its process ends."""
@@ -84,6 +98,7 @@ class Link:
             return
         self.chunk_tokens = reply.chunk_tokens
         self.lease_ttl_s = reply.lease_ttl_s
+        self.session = reply.session
         self.connection.set_server_clock(reply.server_clock_ns)
         wanted = self._wanted_chunk_tokens
         if wanted is not None and wanted != reply.chunk_tokens:
@@ -115,6 +130,10 @@ class Link:
         assert self._memory is not None
         self.transfers = Transfers(self.connection, self.board, self._memory.geometry)
         self.is_ready = True
+
+    def _session_ended(self, reply: protocol.Reply | None) -> None:
+        if isinstance(reply, protocol.Done) and self.transfers is not None:
+            self.transfers.end()
 
     def _refused(self, reply: protocol.Reply | None) -> None:
         if isinstance(reply, protocol.ErrorReply):

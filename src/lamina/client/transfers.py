@@ -209,19 +209,23 @@ class Transfers:
         return store
 
     def reap(self) -> None:
-        """Acknowledge what the server's death has ended. For a connection that was lost."""
-        if (self.retrieves or self.stores) and self._connection.is_server_dead():
-            for retrieve in list(self.retrieves.values()):
-                retrieve.force(TransferStatus.SERVER_DIED)
-                self._release(retrieve)
-            for store in self.stores:
-                store.is_over = True
-            self.stores.clear()
+        """End everything if the server has died. For a connection that was lost."""
+        if not self.is_idle and self._connection.is_server_dead():
+            self.end()
+
+    def end(self) -> None:
+        """All is over: the connection is lost, and the server touches nothing of it any more."""
+        for retrieve in list(self.retrieves.values()):
+            retrieve.force(TransferStatus.SERVER_DIED)
+            self._release(retrieve)
+        for store in self.stores:
+            store.is_over = True
+        self.stores.clear()
 
     def _retrieve_ended(self, retrieve: Retrieve, reply: protocol.Reply | None) -> None:
         if reply is None:
             retrieve.force(TransferStatus.SERVER_DIED)
-            return  # lost, not over: `reap` ends it once the server is known to be dead
+            return  # lost, not over: `end` comes once the server is known to be done with it
         if isinstance(reply, protocol.Retrieved):
             retrieve.ended = reply
         else:

@@ -46,7 +46,7 @@ class WorkerDevice(Protocol):
         """Make the board's words usable by compute streams. Raises `DeviceError`."""
 
     def detach(self, board: Board) -> None:
-        """Undo `attach`; no stream may still use the board."""
+        """Undo `attach`, once no work enqueued before uses the board any more."""
 
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
         """Set the board's ticket once everything enqueued on the compute stream is done."""

@@ -67,6 +67,7 @@ class CudaWorkerDevice:
 
     def detach(self, board: Board) -> None:
         if self._boards.pop(board, None) is not None:
+            driver.synchronize_context()  # a ticket or an ended wait may still be enqueued
             driver.unpin(board.address)
 
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:

@@ -46,6 +46,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (POINTER(_pointer), c_void_p, c_uint),
     "cuStreamCreate": (POINTER(_handle), c_uint),
+    "cuCtxSynchronize": (),
     "cuStreamSynchronize": (_handle,),
     "cuStreamWaitEvent": (_handle, _handle, c_uint),
     "cuStreamWriteValue32_v2": (_handle, _pointer, c_uint, c_uint),
@@ -231,6 +232,11 @@ def create_stream() -> int:
 
 def synchronize(stream: int) -> None:
     _call("cuStreamSynchronize", stream)
+
+
+def synchronize_context() -> None:
+    """Wait for everything enqueued on any stream of the current context."""
+    _call("cuCtxSynchronize")
 
 
 def write_value(stream: int, pointer: int, value: int) -> None:

@@ -3,6 +3,7 @@ or its time is up. Used by the server's event loop only."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class LeaseTable:
         self._of_request: dict[tuple[str, str], int] = {}
         self._of_owner: dict[Hashable, dict[int, Lease]] = {}
         self._chunks_of_owner: Counter[Hashable] = Counter()
-        self._number = 0
+        self._number = random.getrandbits(31) << 32  # no lease of a server before this one
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -153,10 +153,9 @@ class Server:
         return len(self.sessions) < MAX_SESSIONS
 
     def _lost(self, session: Session) -> None:
-        self.sessions.remove(session)
         self._transports.pop(session, None)
         self.leases.end_owner(session)
-        session.end()
+        self.sessions.end(session)
         log.info("%s left", session)
 
     def _count_refusal(self, code: ErrorCode) -> None:

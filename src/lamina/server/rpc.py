@@ -96,6 +96,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._session.hang_up = transport.abort
         asyncio.get_running_loop().add_reader(self._session.peer.pidfd, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -77,6 +77,7 @@ class Service:
             self._chunk_tokens,
             self._lease_ttl_s,
             time.monotonic_ns(),
+            session.number,
         )
 
     def register(self, session: Session, request: protocol.Register) -> protocol.Registered:
@@ -292,6 +293,21 @@ class Service:
         for other in self._sessions.of_engine(session.engine):
             other.cancel(lambda in_flight: in_flight.request == request.request)
         return protocol.Done(request.id)
+
+    def end_session(
+        self, session: Session, request: protocol.EndSession
+    ) -> Awaitable[protocol.Done]:
+        engine, former = session.need_hello(), self._sessions.find(request.session)
+        if former is not None and (former is session or former.engine != engine):
+            raise _refuse("the session is not a former one of this engine", "Name one that is")
+        if former is not None:
+            former.hang_up()
+        return self._session_ended(request.id, former)
+
+    async def _session_ended(self, number: int, former: Session | None) -> protocol.Done:
+        if former is not None:
+            await former.over.wait()
+        return protocol.Done(number)
 
     def ping(self, session: Session, request: protocol.Ping) -> protocol.Pong:
         return protocol.Pong(request.id)

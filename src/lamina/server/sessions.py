@@ -8,6 +8,7 @@ transfer has ended, because a lane may be using them until then.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +78,12 @@ class Session:
         self.worker: Worker | None = None
         self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
         self.in_flight = Held()
-        self._is_over = False
+        self.number = 0
+        self.hang_up: Callable[[], None] = _not_connected
+        """Closes the connection from this end."""
+        self.over = asyncio.Event()
+        """Set once nothing of the session will touch memory any more."""
+        self._is_lost = False
 
     def __str__(self) -> str:
         return f"{self.label or 'engine'} (pid {self.peer.pid})"
@@ -124,14 +130,14 @@ class Session:
 
     def end(self) -> None:
         """The connection is gone."""
-        self._is_over = True
+        self._is_lost = True
         self.cancel(lambda _: True, TransferStatus.STOPPED)
         self._close_if_over()
 
     def _close_if_over(self) -> None:
-        if not self._is_over or self.transfers:
+        if not self._is_lost or self.transfers or self.over.is_set():
             return
-        self._is_over = False  # close once
+        self.over.set()
         if self.worker is not None:
             self.worker.memory.close()
         self.board.close()
@@ -139,10 +145,17 @@ class Session:
 
 
 class Sessions:
-    """All live sessions, and the pulse that tells their engines that the server lives."""
+    """All live sessions, and the pulse that tells their engines that the server lives.
+
+    A session's number is unlike those of any other server process, so that an engine cannot ask one
+    server about another's sessions and take the answer for a proof.
+    """
 
     def __init__(self) -> None:
         self._live: set[Session] = set()
+        self._ending: set[Session] = set()
+        self._process = random.getrandbits(31) << 32
+        self._given_out = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -154,12 +167,31 @@ class Sessions:
         """The sessions of one engine: its scheduler's and its workers'."""
         return [session for session in self._live if session.engine == engine]
 
+    def find(self, number: int) -> Session | None:
+        """The session of that number; None when it is over.
+
+        Raises `RequestRefusedError` when this process never gave the number out.
+        """
+        if not self._process < number <= self._process + self._given_out:
+            raise RequestRefusedError(
+                ErrorCode.BAD_REQUEST,
+                f"this server has had no session {number}",
+                "Only the server that gave it out, or its death, can end it",
+            )
+        sessions = self._live | self._ending
+        return next((session for session in sessions if session.number == number), None)
+
     def add(self, session: Session) -> None:
+        self._given_out += 1
+        session.number = self._process + self._given_out
         session.board.heartbeat_ns = time.monotonic_ns()
         self._live.add(session)
 
-    def remove(self, session: Session) -> None:
+    def end(self, session: Session) -> None:
+        """Its connection is gone."""
         self._live.discard(session)
+        session.end()
+        self._ending = {s for s in self._ending | {session} if not s.over.is_set()}
 
     def cancel_overdue(self, begun_before_s: float) -> int:
         """Cancel the transfers that began before a time; return how many were not yet."""
@@ -180,3 +212,7 @@ class Sessions:
             for session in self._live:
                 session.board.heartbeat_ns = now_ns
             await asyncio.sleep(every_s)
+
+
+def _not_connected() -> None:
+    """Nothing to close yet."""
