@@ -11,12 +11,11 @@ from tests.faults.scene import Scene
 
 
 @pytest.fixture
-def scene(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(socket_path: Path) -> Iterator[Scene]:
     """At its end nothing is held, nothing has leaked and no process is left."""
     scene = Scene(socket_path)
     try:
         yield scene
-        if not getattr(request.node, "failed", False):
-            scene.end()
+        scene.end()
     finally:
         scene.abandon()

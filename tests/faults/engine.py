@@ -7,6 +7,7 @@ cache makes of the same prompt.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
@@ -28,7 +29,13 @@ from tests.engines.reference.engines import (
     tokens_of,
 )
 from tests.support.life import StreamDevice
-from tests.support.remote import Remote, serve_commands, shared_event, shared_number
+from tests.support.remote import (
+    Remote,
+    jump_wall_clock,
+    serve_commands,
+    shared_event,
+    shared_number,
+)
 from tests.support.wait import eventually
 
 NUM_BLOCKS = 128
@@ -230,10 +237,17 @@ class _Control:
     def lines(self) -> list[str]:
         return self.log.lines
 
+    def open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
     def jump_wall_clock(self) -> None:
-        """Every reading of the wall clock is a year before or after the last."""
-        years = iter(range(1, 1 << 62))
-        time.time = lambda: 1e9 + (-1) ** (n := next(years)) * n * 3.15e7
+        jump_wall_clock()
+
+    def shift_monotonic_clock(self, ahead_s: float) -> None:
+        """As in a time namespace of its own; what is computed from it from now on is shifted."""
+        monotonic, monotonic_ns = time.monotonic, time.monotonic_ns
+        time.monotonic = lambda: monotonic() + ahead_s
+        time.monotonic_ns = lambda: monotonic_ns() + int(ahead_s * 1e9)
 
     def finish(self) -> None:
         """End every request; then nothing may be left with anybody."""

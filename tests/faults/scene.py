@@ -75,6 +75,17 @@ class Scene:
 
         eventually(are_there)
 
+    def step_until(
+        self, condition: Callable[[], object], engine: FaultEngine | None = None
+    ) -> None:
+        """Let an engine, which may have no requests, take steps until something holds."""
+
+        def stepped() -> object:
+            (engine or self.engine).call("step")
+            return condition()
+
+        eventually(stepped)
+
     def check_hits(self, engine: FaultEngine, seed: int = 1) -> None:
         """The engine finds a prompt again: stored if need be, loaded, every bit compared."""
         engine.call("release_tickets")
@@ -108,7 +119,3 @@ class Scene:
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-
-
-Stage = Callable[[Scene], None]
-Fault = Callable[[Scene], None]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lamina.server.main
 from lamina import protocol
@@ -20,8 +21,11 @@ from lamina.devices.host import NAME as HOST
 from lamina.errors import DeviceError
 from lamina.server.rpc import Connection
 from lamina.settings import ServerSettings
-from tests.support.remote import PATIENCE_S, Remote, serve_commands
+from tests.support.remote import PATIENCE_S, Remote, jump_wall_clock, serve_commands
 from tests.support.valve import ValvedDevice
+from tests.support.wait import eventually
+
+_T = TypeVar("_T")
 
 ARENA_BYTES = 16 << 20
 LINK_BROKE = DeviceError("the link broke", "Mend it")
@@ -60,12 +64,23 @@ class Held:
             came = self._changed.wait_for(lambda: len(self._held[kind]) >= count, PATIENCE_S)
         assert came, f"no {count} messages of type {kind} came"
 
-    def release(self, kind: str, *, latest_first: bool = False) -> None:
+    def count(self, kind: str) -> int:
+        """How many wait."""
+        with self._changed:
+            return len(self._held[kind])
+
+    def release(self, kind: str) -> None:
         """Let those that wait go on, on the event loop, and hold no more."""
         with self._changed:
             held = self._held.pop(kind)
-        for go_on in reversed(held) if latest_first else held:
+        for go_on in held:
             _loop().call_soon_threadsafe(go_on)
+
+    def release_latest_first(self, kind: str) -> None:
+        """The same in another order."""
+        with self._changed:
+            self._held[kind].reverse()
+        self.release(kind)
 
     def drop(self, kind: str) -> None:
         """Lose those that wait, and hold no more."""
@@ -127,6 +142,7 @@ class _Control:
 
     def wait_until_serving(self) -> None:
         assert self._serving.wait(PATIENCE_S), "the server does not start"
+        eventually(lambda: self._on_loop(lambda: self.server.arena.is_filled))
 
     def gauges(self) -> dict[str, float]:
         return self._on_loop(self.server.gauges)
@@ -140,6 +156,10 @@ class _Control:
     def break_stores(self) -> None:
         self.stores.fail_next(LINK_BROKE)
 
+    def refused(self, code: str) -> int:
+        """How many typed errors of this kind it has sent."""
+        return self._on_loop(lambda: self.server.counters.refused[code])
+
     def expire_leases(self) -> int:
         """Let the time of all leases run out."""
 
@@ -152,6 +172,12 @@ class _Control:
                 leases._clock = clock
 
         return self._on_loop(expire)
+
+    def jump_wall_clock(self) -> None:
+        jump_wall_clock()
+
+    def open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
 
     def hang_up(self) -> None:
         """Hang up on every engine, as after a malformed message."""
@@ -168,15 +194,15 @@ class _Control:
         _loops.append(asyncio.get_running_loop())
         await self.server.run(self._serving.set)
 
-    def _on_loop(self, call: Callable[[], Any]) -> Any:
-        async def run() -> Any:
+    def _on_loop(self, call: Callable[[], _T]) -> _T:
+        async def run() -> _T:
             return call()
 
         return asyncio.run_coroutine_threadsafe(run(), _loop()).result(PATIENCE_S)
 
 
 def _main(commands: Pipe, settings: ServerSettings) -> None:
-    lamina.server.main.Connection = HoldingConnection  # type: ignore[misc]
+    vars(lamina.server.main)["Connection"] = HoldingConnection
     control = _Control(settings)
     logging.getLogger().addHandler(control.log)
     threading.Thread(target=serve_commands, args=(control, commands), daemon=True).start()

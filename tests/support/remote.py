@@ -6,9 +6,11 @@ one takes a few hundredths of a second.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -90,6 +92,12 @@ def serve_commands(root: object, commands: Connection) -> None:
         except Exception:
             answer = False, traceback.format_exc()
         commands.send(answer)
+
+
+def jump_wall_clock() -> None:
+    """From now on, every reading of this process's wall clock is years before or after the last."""
+    years = itertools.count()
+    time.time = lambda: 1e9 + (-1) ** (year := next(years)) * (year % 40) * 3.15e7
 
 
 def _state_of(pid: int) -> str:
