@@ -8,13 +8,16 @@ VLLM_INSTALLED := .venv-vllm/.installed
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: demo test test-vllm test-vllm-gpu bench-vllm-miss lint format bench clean
+.PHONY: demo test test-faults test-vllm test-vllm-gpu bench-vllm-miss lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-faults: $(INSTALLED)
+	$(BIN)/python -m pytest tests/faults
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm

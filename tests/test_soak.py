@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lamina.bench.soak_pages import chain
 from lamina.board import TransferStatus
-from tests.support.life import GEOMETRY, Life, World, chain
+from tests.support.life import GEOMETRY, Life, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
 

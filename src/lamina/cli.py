@@ -259,6 +259,40 @@ def bench_simulate(
         Console().print(simulation_table(result))
 
 
+@bench_app.command("soak")
+def bench_soak(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 20.0,
+    engines: Annotated[int, typer.Option(min=1, help="Engine processes.")] = 8,
+    faults_per_minute: Annotated[float, typer.Option(help="Kills, stops, failed copies.")] = 15.0,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Break things at random around engines that check every byte.
+
+    Exits with 1 on a wrong byte, a hang, a leak, or when a server's memory grew.
+    """
+    from lamina.bench.show import soak_table
+    from lamina.bench.soak import run_soak
+    from lamina.bench.soak_results import SoakSpec
+
+    spec = SoakSpec(
+        minutes=minutes, engines=engines, faults_per_minute=faults_per_minute, seed=seed
+    )
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        report = run_soak(spec, lambda line: bar.update(task, description=line))
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    if save is not None:
+        save.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+    else:
+        Console().print(soak_table(report))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
 def _ask(socket: Path, request: type[protocol.Message]) -> protocol.Reply:
     """Send one request without fields and return its reply."""
     client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "lamina command line")

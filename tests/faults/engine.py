@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+from lamina.bench.soak_pages import StreamDevice
 from lamina.board import Board, TransferStatus
 from lamina.client import Client, FixedPolicy, Retrieve
 from lamina.engines.reference.request import Request, State
@@ -28,7 +29,6 @@ from tests.engines.reference.engines import (
     populate,
     tokens_of,
 )
-from tests.support.life import StreamDevice
 from tests.support.remote import (
     Remote,
     jump_wall_clock,

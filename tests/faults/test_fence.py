@@ -16,7 +16,7 @@ import pytest
 
 from lamina import protocol
 from lamina.board import Board, TransferStatus
-from lamina.client import Client, Retrieve
+from lamina.client import Client, Gate, Retrieve, StepGates
 from lamina.client.connection import Connection
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
@@ -270,6 +270,27 @@ def test_only_an_engine_itself_ends_its_former_sessions(scene: Scene) -> None:
     scene.check_hit()
 
 
+@pytest.mark.parametrize("outcome", [TransferStatus.OK, TransferStatus.SERVER_DIED])
+def test_a_retrieve_outlives_its_board(scene: Scene, outcome: TransferStatus) -> None:
+    """Row 34: a step that was armed before the server died can still wait, settle and look."""
+    retrieve = scene.begin_held()
+    gate = Gate(retrieve, 1)
+    gates = StepGates(scene.client.device, [gate])
+    if outcome is TransferStatus.OK:
+        scene.server.call("loads.open")
+        scene.worker.wait(lambda: retrieve.is_acknowledged)
+    scene.server.kill()
+    scene.worker.wait(lambda: retrieve.is_over and not scene.client._lost)
+    with pytest.raises(ValueError, match="released"):
+        retrieve.board.landed(retrieve.slot)
+    assert retrieve.outcome is outcome
+    assert retrieve.landed_slices == (0 if outcome else len(retrieve.slices))
+    for layer in range(len(scene.worker.geometry.layers)):
+        gates.before_layer(layer)
+    assert gates.settle() == ([retrieve] if outcome else [])
+    assert gate.is_released
+
+
 def test_quarantined_pages_raise_an_alarm_once(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,7 +305,7 @@ def test_quarantined_pages_raise_an_alarm_once(
     assert scene.client.quarantined == 1
     alarms = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(alarms) == 1
-    assert "quarantined until it answers or its process ends" in alarms[0].getMessage()
+    assert "until it answers or its process ends" in alarms[0].getMessage()
     scene.server.send(signal.SIGCONT)
     scene.server.call("loads.open")
     scene.worker.wait(lambda: retrieve.is_over)

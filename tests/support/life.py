@@ -14,18 +14,14 @@ bytes. A `World` is a server with its valves and all lives on it, and checks the
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from lamina.board import Board, TransferStatus
+from lamina.bench.soak_pages import Pages, StreamDevice, content_of, content_of_run
+from lamina.board import TransferStatus
 from lamina.client import MISS, Gate, Retrieve, Store
-from lamina.devices.host import HostWorkerDevice
 from lamina.errors import DeviceError
 from lamina.server.retrieve import RetrieveTransfer
 from lamina.server.sessions import Session
@@ -44,50 +40,6 @@ GEOMETRY = small_geometry(layers=4, page_bytes=256)
 """A chunk fills its 4 KiB of the arena to the last byte."""
 BLOCKS = 96
 LINK_BROKE = DeviceError("the link broke", "Mend it")
-
-Pages = npt.NDArray[np.uint8]
-
-
-def chain(*names: str) -> list[bytes]:
-    """Keys of a prompt of named chunks: equal beginnings have equal keys."""
-    keys = [b""]
-    for name in names:
-        keys.append(hashlib.sha256(keys[-1] + name.encode()).digest())
-    return keys[1:]
-
-
-@functools.lru_cache(maxsize=4096)
-def content_of(key: bytes) -> Pages:
-    """The bytes of a chunk as they lie in the arena, shape (layers, blocks, page bytes)."""
-    rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
-    layers, page_bytes = len(GEOMETRY.layers), GEOMETRY.layers[0].page_bytes
-    return rng.integers(0, 256, (layers, BLOCKS_PER_CHUNK, page_bytes), np.uint8)
-
-
-def content_of_run(keys: Sequence[bytes]) -> Pages:
-    """The same of consecutive chunks, block after block."""
-    return np.concatenate([content_of(key) for key in keys], axis=1)
-
-
-class StreamDevice(HostWorkerDevice):
-    """A host device with a compute stream: what is enqueued happens when the test says so."""
-
-    def __init__(self) -> None:
-        self._enqueued: list[Callable[[], None]] = []
-
-    def enqueue(self, work: Callable[[], None]) -> None:
-        self._enqueued.append(work)
-
-    def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
-        self.enqueue(lambda: HostWorkerDevice.write_ticket(self, board, ticket))
-
-    def detach(self, board: Board) -> None:
-        self.compute()
-
-    def compute(self) -> None:
-        """Do all that is enqueued, in order."""
-        while self._enqueued:
-            self._enqueued.pop(0)()
 
 
 @dataclass(eq=False)
@@ -180,7 +132,7 @@ class Life:
         if lease is None:
             return None
         first_block %= len(lease.keys) * BLOCKS_PER_CHUNK
-        expected = content_of_run(lease.keys)[:, first_block:]
+        expected = content_of_run(lease.keys, GEOMETRY)[:, first_block:]
         blocks = self._take(expected.shape[1])
         if blocks is None:
             return None
@@ -210,7 +162,8 @@ class Life:
         if blocks is None:
             return None
         self.world.offered.update(keys)
-        content, client, evicted = content_of_run(mine), self.worker.client, self.world.evicted()
+        content = content_of_run(mine, GEOMETRY)
+        client, evicted = self.worker.client, self.world.evicted()
         self.device.enqueue(lambda: self._write(blocks, content))
         ticket = client.write_ticket()
         store = client.store(keys[first - 1] if first else b"", mine, [ids(blocks)], ticket)
@@ -324,7 +277,7 @@ class Life:
 
     def _check_save(self, save: Save) -> None:
         """A store changes none of the pages that it reads."""
-        content = content_of_run(save.keys)
+        content = content_of_run(save.keys, GEOMETRY)
         for layer, pages in enumerate(self.worker.pages):
             wanted = content[layer] if save.is_computed else POISON
             assert (pages[0, save.blocks] == wanted).all(), "a store wrote to its pages"
@@ -498,7 +451,8 @@ class World:
         for chunk in chunks:
             if chunk.whole:
                 stored = ctypes.string_at(chunk.address, chunk.nbytes)
-                assert stored == content_of(chunk.key).tobytes(), "a chunk is whole, but wrong"
+                wanted = content_of(chunk.key, GEOMETRY).tobytes()
+                assert stored == wanted, "a chunk is whole, but wrong"
 
 
 def _prefix(keys: Sequence[bytes], known: set[bytes]) -> int:

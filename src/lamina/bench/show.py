@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 
 from lamina.bench.results import TransferResult
+from lamina.bench.soak_results import SoakReport
 
 
 def transfer_table(result: TransferResult) -> Group:
@@ -60,3 +61,31 @@ def transfer_table(result: TransferResult) -> Group:
             f"transfer and {overlap.compute_ms:.2f} of computation; {overlap.bound_ms:.2f} is good."
         )
     return Group(table, *notes)
+
+
+def soak_table(report: SoakReport) -> Table:
+    """What was done, what broke, and what must be nothing."""
+    table = Table(
+        title=f"{report.spec.engines} engines, {report.spec.minutes:g} minutes", show_header=False
+    )
+    for heading, counts in (
+        ("operations", report.operations),
+        ("faults", report.faults),
+        ("retries", report.retries),
+        ("transfers that failed", report.errors),
+    ):
+        table.add_row(heading, f"{sum(counts.values()):,}")
+        for name, count in counts.items():
+            table.add_row(f"  {name}", f"{count:,}")
+    table.add_row("bytes checked", f"{report.checked_bytes:,}")
+    for number, server in enumerate(report.servers):
+        if server.rss_least:
+            memory = f"{server.rss_least / 2**20:.1f} to {server.rss_most / 2**20:.1f} MiB"
+            table.add_row(f"server {number}, {server.lived_s:.0f} s", memory)
+    for heading, faults in (
+        ("wrong bytes", report.wrong_bytes),
+        ("hangs", report.hangs),
+        ("leaks", report.leaks),
+    ):
+        table.add_row(heading, "; ".join(faults) or "none")
+    return table

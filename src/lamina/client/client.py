@@ -158,6 +158,12 @@ class Client:
         """Retrieves given up whose pages may still be written: they are not over."""
         return sum(1 for r in self._in_flight() if r.outcome is not None and not r.is_over)
 
+    @property
+    def transfers_in_flight(self) -> int:
+        """Retrieves and stores whose end the server has not acknowledged, given up or not."""
+        open_transfers = [link.transfers for link in [self._link, *self._lost] if link is not None]
+        return sum(len(t.retrieves) + len(t.stores) for t in open_transfers if t is not None)
+
     def poll(self) -> None:
         """Read replies, notice a lost server, reconnect when it is time. Never blocks."""
         link = self._link
@@ -304,8 +310,8 @@ class Client:
         elif not self._is_alarmed and self._clock() - self._quarantined_since_s > ALARM_AFTER_S:
             self._is_alarmed = True
             log.error(
-                "%s has given up %d loads that the server may still write: their pages stay "
-                "quarantined until it answers or its process ends. Continue or kill it",
+                "%s has quarantined the pages of %d failed transfers: the server may still write "
+                "them until it answers or its process ends. Continue or kill it",
                 self.label,
                 quarantined,
             )

@@ -71,10 +71,12 @@ class StepGates:
 
     def _wait(self, index: int, slices: int) -> None:
         retrieve = self.gates[index].retrieve
+        self._waited[index] = slices
+        if retrieve.is_acknowledged:
+            return  # over since the step was armed; its board may be gone
         started = time.perf_counter()
         count = retrieve.base + slices
         self._device.wait_landed(retrieve.board, retrieve.slot, count, self._stream)
-        self._waited[index] = slices
         self.waited_s += time.perf_counter() - started
 
     def unwaited(self) -> list[Retrieve]:

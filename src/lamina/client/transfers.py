@@ -60,6 +60,8 @@ class Retrieve:
     @property
     def landed_slices(self) -> int:
         """How many slices are in the pages. Meaningless once `outcome` is a failure."""
+        if self._acknowledged:  # the slot is another's, and the board may be gone
+            return 0 if self._outcome else len(self.slices)
         landed = (self.board.landed(self.slot) - self.base) & 0xFFFF_FFFF
         return landed if landed <= len(self.slices) else 0
 

@@ -1,0 +1,86 @@
+"""The soak in small, with every kind of fault; and it must see what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lamina.bench.soak import FAULTS, run_soak
+from lamina.bench.soak_engine import GEOMETRY, SoakEngine, WrongBytesError
+from lamina.bench.soak_pages import chain
+from lamina.bench.soak_results import ServerLife, SoakSpec
+from tests.support.server import ServerThread
+from tests.support.wait import eventually
+from tests.support.worker import PageWorker, ids
+
+
+def test_engines_and_their_server_break_at_random_and_no_byte_is_wrong() -> None:
+    """Rows 16, 32, 34, 60, 74: thousands of requests on a small arena while everything breaks."""
+    report = run_soak(SoakSpec(minutes=0.2, engines=3, faults_per_minute=240, warm_up_s=5, seed=5))
+    assert report.is_good, report
+    assert set(report.faults) == set(FAULTS), "a kind of fault never came: take another seed"
+    assert report.operations["loads"] > 100
+    assert report.errors["retrieve refused"] > 10
+    assert report.operations["chunks evicted by the last server"] > 0
+
+
+def test_wrong_bytes_are_seen(socket_path: Path) -> None:
+    """Another engine stores garbage under the keys of the first prompts."""
+    server = ServerThread(socket_path)
+    liar = PageWorker(socket_path, GEOMETRY)
+    for number in range(20):
+        liar.fill(range(4), seed=number)
+        liar.save(chain(f"document {number}"), range(4))
+    engine = SoakEngine(socket_path, seed=1)
+
+    def is_seen() -> bool:
+        try:
+            engine.operate()
+        except WrongBytesError:
+            return True
+        return False
+
+    eventually(is_seen)
+    engine.close()
+    liar.close()
+    server.stop()
+
+
+def test_a_late_write_is_seen(socket_path: Path) -> None:
+    server = ServerThread(socket_path)
+    engine = SoakEngine(socket_path, seed=1)
+    engine._pages[2, engine._free[0], 17] ^= 1
+    with pytest.raises(WrongBytesError, match="a free page was written"):
+        for _ in range(1000):
+            engine.operate()
+    engine.close()
+    server.stop()
+
+
+def test_what_is_held_at_the_end_is_a_leak(socket_path: Path) -> None:
+    server = ServerThread(socket_path)
+    engine = SoakEngine(socket_path, seed=1)
+    assert engine.leaks() == []
+    server.device.loads.close()
+    worker = PageWorker(socket_path, GEOMETRY)
+    keys = chain("document 0")
+    worker.save(keys, range(4))
+    found = engine.client.lookup("r", keys).wait(20)
+    assert found is not None
+    engine.client.retrieve("r", found.lease, 0, [ids(range(4))], 1)
+    assert engine.leaks() == ["1 transfers are in flight"]
+    engine._free.remove(0)
+    assert "1 blocks are held" in engine.leaks()
+    server.device.loads.open()
+    engine.close()
+    worker.close()
+    server.stop()
+
+
+def test_a_server_whose_memory_grows_is_not_flat() -> None:
+    grown = ServerLife(lived_s=100, rss_least=100, rss_most=106)
+    assert grown.rss_growth == pytest.approx(0.06)
+    assert ServerLife(lived_s=1).rss_growth == 0
+    assert np.isclose(ServerLife(lived_s=1, rss_least=100, rss_most=104).rss_growth, 0.04)
