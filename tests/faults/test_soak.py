@@ -12,7 +12,6 @@ from lamina.bench.soak_engine import GEOMETRY, SoakEngine, WrongBytesError
 from lamina.bench.soak_pages import chain
 from lamina.bench.soak_results import ServerLife, SoakSpec
 from tests.support.server import ServerThread
-from tests.support.wait import eventually
 from tests.support.worker import PageWorker, ids
 
 
@@ -26,6 +25,11 @@ def test_engines_and_their_server_break_at_random_and_no_byte_is_wrong() -> None
     assert report.operations["chunks evicted by the last server"] > 0
 
 
+def operate_often(engine: SoakEngine) -> None:
+    for _ in range(5_000):
+        engine.operate()
+
+
 def test_wrong_bytes_are_seen(socket_path: Path) -> None:
     """Another engine stores garbage under the keys of the first prompts."""
     server = ServerThread(socket_path)
@@ -35,14 +39,8 @@ def test_wrong_bytes_are_seen(socket_path: Path) -> None:
         liar.save(chain(f"document {number}"), range(4))
     engine = SoakEngine(socket_path, seed=1)
 
-    def is_seen() -> bool:
-        try:
-            engine.operate()
-        except WrongBytesError:
-            return True
-        return False
-
-    eventually(is_seen)
+    with pytest.raises(WrongBytesError, match="landed, but not its bytes"):
+        operate_often(engine)
     engine.close()
     liar.close()
     server.stop()
@@ -53,8 +51,7 @@ def test_a_late_write_is_seen(socket_path: Path) -> None:
     engine = SoakEngine(socket_path, seed=1)
     engine._pages[2, engine._free[0], 17] ^= 1
     with pytest.raises(WrongBytesError, match="a free page was written"):
-        for _ in range(1000):
-            engine.operate()
+        operate_often(engine)
     engine.close()
     server.stop()
 
