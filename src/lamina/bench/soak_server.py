@@ -13,7 +13,7 @@ from types import FrameType
 
 from lamina.copies import CopyList
 from lamina.devices.base import CopyStream, Direction, EngineMemory
-from lamina.devices.host import NAME, HostServerDevice
+from lamina.devices.host import NAME, HostCopyStream, HostServerDevice
 from lamina.errors import DeviceError
 from lamina.server.main import Server
 from lamina.settings import ServerSettings
@@ -30,22 +30,19 @@ class BrittleDevice(HostServerDevice):
         self.is_broken = True
 
     def stream(self, direction: Direction) -> CopyStream:
-        return _BrittleStream(super().stream(direction), self)
+        return _BrittleStream(direction, self)
 
 
-class _BrittleStream:
-    def __init__(self, inner: CopyStream, device: BrittleDevice) -> None:
-        self._inner = inner
+class _BrittleStream(HostCopyStream):
+    def __init__(self, direction: Direction, device: BrittleDevice) -> None:
+        super().__init__(direction, None)
         self._device = device
-        self.announce = inner.announce
-        self.mark = inner.mark
-        self.is_done = inner.is_done
 
     def copy(self, memory: EngineMemory, copies: CopyList) -> None:
         if self._device.is_broken:
             self._device.is_broken = False
             raise DeviceError("the link broke", "This is a test of what happens then")
-        self._inner.copy(memory, copies)
+        super().copy(memory, copies)
 
 
 def main() -> None:
