@@ -4,9 +4,10 @@
     scripts/gpu/kill_vllm.py [--rounds 20] [--requests 20] [--model llama-3.1-8b] [--save FILE]
 
 Each round a server holds its loads while vLLM has so many in flight and its forward waits for the
-slices of the last one; then the server gets SIGKILL. Every request must answer as without a cache, or
-end in an error of its own; the first must do so within a second of the kill. All prompts end alike,
-so that their tokens depend on what is to be loaded, and KV memory is zeros before each round.
+slices of the last one; then the server gets SIGKILL. Every request must answer as without a cache,
+or end in an error of its own; the first must do so within a second of the kill. All prompts end
+alike, so that their tokens depend on what is to be loaded, and KV memory is zeros before each
+round.
 Then another server is started: vLLM must hit in it, without being told.
 
 Run it where vLLM is, after `source scripts/gpu/env.sh` on a GPU host; `--model tiny` runs on vLLM's
@@ -35,10 +36,11 @@ TIE_MARGIN = 0.5
 """Logarithms this near may change places with another order of additions (bfloat16)."""
 RESUME_WITHIN_MS, BACK_WITHIN_MS = 1_000, 5_000
 PATIENCE_S = 60.0
+VERDICTS = ("same", "tie", "error", "wrong")
 
 
 def serve(socket: str, arena_bytes: int, chunk_tokens: int) -> None:
-    """A server whose loads wait from SIGUSR1 on, on every device; SIGUSR2 lets three copies pass."""
+    """A server whose loads wait from SIGUSR1 on; SIGUSR2 lets three copies pass."""
     from lamina.devices.base import Direction
     from lamina.devices.cuda import server_devices
     from lamina.devices.host import HostServerDevice
@@ -205,8 +207,8 @@ class Killer:
                 "resumed_ms": (min(at_s for _, at_s in ended) - killed_s) * 1e3,
                 "over_ms": (max(at_s for _, at_s in ended) - killed_s) * 1e3,
                 "hit_again_ms": back_ms,
-                **{name: verdicts.count(name) for name in ("same", "tie", "error", "wrong")},
-                "fatal": [v for v in verdicts if v not in ("same", "tie", "error", "wrong")],
+                **{name: verdicts.count(name) for name in VERDICTS},
+                "fatal": [verdict for verdict in verdicts if verdict not in VERDICTS],
             }
         )
 
@@ -294,11 +296,10 @@ def main() -> None:
     if arguments.save is not None:
         arguments.save.write_text(text + "\n")
     rounds = result["rounds"]
+    ended = {name: sum(one[name] for one in rounds) for name in VERDICTS}
     print(
-        f"{len(rounds)} rounds; resumed after at most "
-        f"{max(one['resumed_ms'] for one in rounds):.0f} ms; "
-        f"same {sum(one['same'] for one in rounds)}, tie {sum(one['tie'] for one in rounds)}, "
-        f"error {sum(one['error'] for one in rounds)}, wrong {sum(one['wrong'] for one in rounds)}; "
+        f"{len(rounds)} rounds; {ended}; "
+        f"resumed after at most {max(one['resumed_ms'] for one in rounds):.0f} ms; "
         f"hit again after at most {max(one['hit_again_ms'] for one in rounds):.0f} ms; "
         f"{'good' if result['good'] else 'NOT GOOD'}"
     )
