@@ -144,9 +144,10 @@ def engine_of(model: Any, socket: Path, directory: Path, requests: int) -> Itera
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
-    engine = Engine.start(
-        model, model.write(directory / "model"), connector, max_num_seqs=requests + 4
-    )
+    options: dict[str, Any] = {"max_num_seqs": requests + 4}
+    if model.patient:  # a small host, perhaps shared
+        options["gpu_memory_utilization"] = 0.2
+    engine = Engine.start(model, model.write(directory / "model"), connector, **options)
     try:
         yield engine
     finally:

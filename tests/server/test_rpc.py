@@ -48,6 +48,7 @@ def test_the_service_has_a_handler_for_every_request() -> None:
         "Ping": "ping",
         "GetStats": "get_stats",
         "Clear": "clear",
+        "EndSession": "end_session",
     }
 
 
