@@ -155,6 +155,18 @@ class _Worker:
             self._side.write(address, _all_over(number, nbytes))
             self._side.device.write_ticket(self._board, number, self._side.stream)
 
+    def detach_behind_tickets(self, address: int, nbytes: int, tickets: int) -> bool:
+        """Enqueue work and tickets for a board of its own, detach it; whether all were written."""
+        board = Board.create(1)
+        self._side.device.attach(board)
+        for number in range(1, tickets + 1):
+            self._side.write(address, _all_over(number, nbytes))
+            self._side.device.write_ticket(board, number, self._side.stream)
+        self._side.device.detach(board)
+        is_written = board.ticket == tickets
+        board.close()
+        return is_written
+
     def write_in_turns(self, slot: int, address: int, nbytes: int, rounds: int) -> None:
         """Write a number and its ticket; write over it as soon as the count says it is out."""
         for number in range(1, rounds + 1):
@@ -570,6 +582,12 @@ class DeviceConformance:
         assert np.array_equal(bench.arena.bytes[:POOL_BYTES], expected)
 
     # Tickets and waits
+
+    def test_a_board_is_detached_once_no_work_uses_it(self, bench: Bench) -> None:
+        """An engine that lost its server unmaps the board while its stream may be behind."""
+        address = bench.worker.call("allocate", 1 << 20)
+        assert bench.worker.call("detach_behind_tickets", address, 1 << 20, 50)
+        bench.worker.call("free", address)
 
     def test_a_ticket_that_the_worker_writes_is_read_on_the_board(self, bench: Bench) -> None:
         for ticket in (1, 2, 2**32 - 1, 0):
