@@ -11,23 +11,16 @@ long time.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from lamina import protocol
 from lamina.bench.processes import private_socket
-from lamina.bench.soak_engine import CHUNK_TOKENS
+from lamina.bench.soak_processes import HANG_AFTER_S, EngineProcess, WatchedServer
 from lamina.bench.soak_results import (
     ENGINE_KILLED,
     ENGINE_STOPPED,
@@ -38,11 +31,7 @@ from lamina.bench.soak_results import (
     SoakReport,
     SoakSpec,
 )
-from lamina.bench.soak_worker import Progress
-from lamina.client import Client
-from lamina.devices.host import HostWorkerDevice
-from lamina.errors import LaminaError, ServerUnavailableError
-from lamina.settings import ClientSettings
+from lamina.errors import LaminaError
 
 FAULTS = {
     LANE_ERROR: 35,
@@ -52,99 +41,8 @@ FAULTS = {
     SERVER_KILLED: 6,
 }
 """How often each comes, relative to each other."""
-HANG_AFTER_S = 60.0
 _LONGEST_STOP_S = 3.0
 _SAMPLE_EVERY_S = 1.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-class _Engine:
-    """One engine's process, its reports read by a thread."""
-
-    def __init__(self, socket: Path, seed: int) -> None:
-        command = [sys.executable, "-m", "lamina.bench.soak_worker", str(socket), str(seed)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.progress: Progress | None = None
-        self.heard_s = time.monotonic()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with contextlib.suppress(msgspec.DecodeError):  # cut off by a kill
-                self.progress = msgspec.json.decode(line, type=Progress)
-                self.heard_s = time.monotonic()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.wait()
-
-    def ask_to_end(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("end\n")
-            self.process.stdin.flush()
-
-    def wait(self, timeout_s: float = HANG_AFTER_S) -> None:
-        self.process.wait(timeout_s)
-        self._reader.join(timeout_s)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
-class _Server:
-    """One server's process, its memory sampled by the driver."""
-
-    def __init__(self, socket: Path, spec: SoakSpec) -> None:
-        arguments = [str(socket), str(spec.arena_bytes), str(CHUNK_TOKENS)]
-        self._warm_up_s = spec.warm_up_s
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lamina.bench.soak_server", *arguments]
-        )
-        self.started_s = time.monotonic()
-        self.life = ServerLife(lived_s=0.0)
-        self.socket = socket
-
-    def sample(self) -> None:
-        """Note its resident memory."""
-        self.life.lived_s = time.monotonic() - self.started_s
-        if self.life.lived_s < self._warm_up_s:
-            return
-        with contextlib.suppress(OSError):
-            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-            rss = pages * _PAGE_BYTES
-            self.life.rss_least = min(self.life.rss_least or rss, rss)
-            self.life.rss_most = max(self.life.rss_most, rss)
-
-    def stats(self) -> dict[str, float]:
-        """Its counters and gauges; waits until it answers."""
-        until_s = time.monotonic() + HANG_AFTER_S
-        while True:
-            client = Client(ClientSettings(socket=self.socket), HostWorkerDevice(), "soak")
-            try:
-                client.connect()
-                reply = client.ask(protocol.GetStats)
-                assert isinstance(reply, protocol.Stats)
-                return reply.values
-            except ServerUnavailableError:
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(0.05)
-            finally:
-                client.close()
-
-    def open_files(self) -> int:
-        """The fewest that it has had open within a second: whoever asked it something has left."""
-        counts = []
-        for _ in range(20):
-            counts.append(len(os.listdir(f"/proc/{self.process.pid}/fd")))
-            time.sleep(0.05)
-        return min(counts)
 
 
 class Soak:
@@ -166,8 +64,8 @@ class Soak:
         self._lives: list[ServerLife] = []
         self._checked_bytes = 0
         self._stopped: list[tuple[float, subprocess.Popen[str] | subprocess.Popen[bytes]]] = []
-        self._server = _Server(socket, spec)
-        self._engines: list[_Engine] = []
+        self._server = WatchedServer(socket, spec)
+        self._engines: list[EngineProcess] = []
 
     def run(self) -> SoakReport:
         try:
@@ -232,7 +130,7 @@ class Soak:
         self._server.process.kill()
         self._server.process.wait()
         self._lives.append(self._server.life)
-        self._server = _Server(self._socket, self._spec)
+        self._server = WatchedServer(self._socket, self._spec)
         self._server.stats()  # it can be signalled now
         self._retries["servers restarted"] += 1
 
@@ -267,11 +165,11 @@ class Soak:
         self._retries["engines restarted"] += 1
         self._engines[number] = self._new_engine()
 
-    def _new_engine(self) -> _Engine:
+    def _new_engine(self) -> EngineProcess:
         self._seed += 1
-        return _Engine(self._socket, self._seed)
+        return EngineProcess(self._socket, self._seed)
 
-    def _count(self, engine: _Engine) -> None:
+    def _count(self, engine: EngineProcess) -> None:
         progress = engine.progress
         if progress is not None:
             self._operations.update(progress.operations)
@@ -338,7 +236,7 @@ def run_soak(spec: SoakSpec, progress: Callable[[str], None] = lambda line: None
         return Soak(spec, socket, progress).run()
 
 
-def _last_words(engine: _Engine) -> str:
+def _last_words(engine: EngineProcess) -> str:
     said = engine.progress.wrong if engine.progress is not None else ""
     return said or f"an engine ended by itself (exit code {engine.process.returncode})"
 
