@@ -299,7 +299,9 @@ class Service:
     ) -> Awaitable[protocol.Done]:
         engine, former = session.need_hello(), self._sessions.find(request.session)
         if former is not None and (former is session or former.engine != engine):
-            raise _refuse("the session is not a former one of this engine", "Name one that is")
+            raise limits.refuse(
+                "the session is not a former one of this engine", "Name one that is"
+            )
         if former is not None:
             former.hang_up()
         return self._session_ended(request.id, former)
