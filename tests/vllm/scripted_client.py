@@ -103,6 +103,10 @@ class ScriptedLoad:
         return layer // self._width
 
     @property
+    def is_acknowledged(self) -> bool:
+        return self.is_over
+
+    @property
     def outcome(self) -> TransferStatus | None:
         self._looks = 0 if self._outcome is not None else self._looks + 1
         assert self._looks < _MANY_LOOKS, "a step would wait forever"
