@@ -139,7 +139,7 @@ def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(hit: int)
     [
         (query(12_288), Reason.HIDDEN, 12_288, 0),
         (query(14_336), Reason.ALONE, 14_336, 0),
-        (query(15_104), Reason.ALONE, 15_104 - 3 * 256, 0),
+        (query(15_104), Reason.ALONE, 15_104, 0),
         (query(12_288, batch=Batch(decoding=8)), Reason.HIDDEN, 12_288, 0),
         (query(14_336, batch=Batch(loading=1), lane_busy_s=0.03), Reason.HELD, 14_336, 6),
     ],
@@ -176,9 +176,18 @@ def test_a_link_about_as_slow_as_computing_is_shared_with_it() -> None:
 
 def test_others_who_could_compute_make_it_load_more() -> None:
     """The GPU is theirs as well."""
-    alone = DECIDE(query(15_104)).tokens_of(query(15_104))
-    crowded = query(15_104, batch=Batch(waiting=4))
-    assert DECIDE(crowded).tokens_of(crowded) > alone
+    slow = H200._replace(copy_s_per_token=10e-6)
+    alone, crowded = (query(15_104, speed=slow, batch=Batch(waiting=n)) for n in (0, 4))
+    assert DECIDE(crowded).tokens_of(crowded) > DECIDE(alone).tokens_of(alone)
+
+
+def test_a_hit_is_not_shortened_on_the_word_of_steps_that_seemed_too_fast() -> None:
+    """A load that is too short costs more than one that is too long."""
+    sure = H200._replace(copy_s_per_token=10e-6)
+    wrong = sure._replace(compute_s_per_token=4e-6, slowest_compute_s_per_token=33e-6)
+    asked, misled = (query(15_104, speed=speed) for speed in (sure, wrong))
+    assert DECIDE(asked).tokens_of(asked) < 15_104
+    assert DECIDE(misled).tokens_of(misled) == 15_104
 
 
 @pytest.mark.parametrize(

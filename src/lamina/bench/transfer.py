@@ -25,7 +25,8 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
     server_gpu_bytes = None
     for page_bytes in spec.page_bytes:
         for consecutive in (False, True):
-            arena_bytes = max(spec.concurrency) * spec.document_bytes + (256 << 20)
+            # Twice what is stored: stores under way may reserve half of an arena.
+            arena_bytes = 2 * max(spec.concurrency) * spec.document_bytes + (256 << 20)
             options = ["--arena", str(arena_bytes)]
             if spec.link_gbps is not None:
                 options += ["--host-link-gbps", str(spec.link_gbps)]

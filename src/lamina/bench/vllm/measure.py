@@ -107,14 +107,14 @@ class Bench:
         self._flush()
         for repeat in range(self._spec.repeats + 1):
             for cell in self._spec.cells:
-                for arm in _rotated(self._arms, repeat):
+                for arm in _shuffled(self._arms, repeat, cell):
                     if self._is_late():
                         return
                     await self._measure_set(arm, cell, repeat)
             if repeat == 0:
                 continue
             for cell in self._spec.stream_cells:
-                for arm in _rotated(self._arms, repeat):
+                for arm in _shuffled(self._arms, repeat, cell):
                     if arm.source is Source.NOWHERE:
                         continue
                     if self._is_late():
@@ -329,7 +329,6 @@ def _sample(arm: Arm, cell: Cell, repeat: int, document: int, answer: Answer) ->
     )
 
 
-def _rotated(arms: list[Arm], repeat: int) -> list[Arm]:
-    """Each repeat begins with another arm."""
-    first = repeat % len(arms)
-    return arms[first:] + arms[:first]
+def _shuffled(arms: list[Arm], repeat: int, cell: Cell) -> list[Arm]:
+    """Another order each time: no arm always follows the same one. The same in every run."""
+    return random.Random(f"{repeat} {cell}").sample(arms, len(arms))

@@ -32,7 +32,8 @@ class Speed(NamedTuple):
     """What was measured, for a request of this length. Seconds.
 
     `copy_s_per_token` is for all layers of a token, from host memory to the engine's.
-    `compute_s_per_token` is None until enough steps were measured. A step with few tokens of
+    `compute_s_per_token` is None until enough steps were measured; `slowest_compute_s_per_token` is
+    the longest of the latest samples. A step with few tokens of
     prompts takes `least_prefill_s`, one without any `decode_s`.
     """
 
@@ -40,6 +41,7 @@ class Speed(NamedTuple):
     compute_s_per_token: float | None = None
     least_prefill_s: float = 0.0
     decode_s: float = 0.0
+    slowest_compute_s_per_token: float = 0.0
 
 
 class ReleaseQuery(NamedTuple):

@@ -41,6 +41,11 @@ class Recent:
         """None before there are enough."""
         return self._value
 
+    @property
+    def largest(self) -> float:
+        """Of the samples that are kept; 0 without any."""
+        return max(self._samples, default=0.0)
+
     def add(self, sample: float) -> None:
         self._samples.append(sample)
         if len(self._samples) >= self._enough:
@@ -168,9 +173,16 @@ class StepMeter:
 
         Where that length was not measured enough the nearest one that was stands for it, or all.
         """
+        return self._kept(context_tokens).value
+
+    def slowest_s_per_token(self, context_tokens: int) -> float:
+        """The longest of the latest samples behind `s_per_token`; 0 before any."""
+        return self._kept(context_tokens).largest
+
+    def _kept(self, context_tokens: int) -> Recent:
         wanted = context_tokens.bit_length()
         measured = [(abs(o - wanted), o) for o, kept in self._prefill.items() if kept.value]
-        return (self._prefill[min(measured)[1]] if measured else self._any_prefill).value
+        return self._prefill[min(measured)[1]] if measured else self._any_prefill
 
     def step_s(self, tokens: int, context_tokens: int) -> float:
         """A step that computes `tokens` of prompts; 0 before anything was measured."""
@@ -235,6 +247,7 @@ class Meters:
                 self.steps.s_per_token(start_tokens + load_tokens),
                 self.steps.least_prefill_s,
                 self.steps.decode_s,
+                self.steps.slowest_s_per_token(start_tokens + load_tokens),
             ),
             self.copies.queue.busy_s(now_s),
             self.steps.queue.busy_s(now_s),
