@@ -7,7 +7,8 @@ Each round a server holds its loads while vLLM has so many in flight and its for
 slices of the last one; then the server gets SIGKILL. Every request must answer as without a cache,
 or end in an error of its own; the first must do so within a second of the kill. All prompts end
 alike, so that their tokens depend on what is to be loaded, and KV memory is zeros before each
-round.
+round. On a GPU vLLM computes independently of batches (VLLM_BATCH_INVARIANT), so that tokens can be
+compared.
 Then another server is started: vLLM must hit in it, without being told.
 
 Run it where vLLM is, after `source scripts/gpu/env.sh` on a GPU host; `--model tiny` runs on vLLM's
@@ -292,6 +293,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if arguments.model != "tiny":  # tokens that do not depend on who else computes; not on CPUs
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
     result = asyncio.run(run(arguments))
     text = json.dumps(result, indent=2)
     if arguments.save is not None:
