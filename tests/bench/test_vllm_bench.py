@@ -272,6 +272,15 @@ def test_reports_are_saved_whole_and_merged(tmp_path: Path) -> None:
         load([tmp_path / "c.json"])
 
 
+def test_starts_with_steps_of_other_sizes_are_not_merged(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, tokens in zip(paths, (2048, 8192), strict=True):
+        one = msgspec.structs.replace(start(sample("floor", 10)), batched_tokens=tokens)
+        save(Report(starts=[one]), path)
+    with pytest.raises(LaminaError, match="2048 and 8192 tokens"):
+        load(paths)
+
+
 def test_report_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(Report(starts=[start(sample("floor", 10), sample("whole", 12))]), tmp_path / "p.png")

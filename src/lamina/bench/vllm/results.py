@@ -93,11 +93,20 @@ def save(report: Report, path: Path) -> None:
 
 
 def load(paths: list[Path]) -> Report:
-    """The starts of several files. Raises `LaminaError` for one that is no report."""
+    """The starts of several files.
+
+    Raises `LaminaError` for one that is no report, and for starts whose cells are not the same.
+    """
     starts = []
     for path in paths:
         try:
             starts += msgspec.json.decode(path.read_bytes(), type=Report).starts
         except (OSError, msgspec.DecodeError) as error:
             raise LaminaError(f"{path} is no report of this benchmark", str(error)) from error
+    sizes = sorted({start.batched_tokens for start in starts})
+    if len(sizes) > 1:
+        raise LaminaError(
+            f"these starts have steps of {' and '.join(map(str, sizes))} tokens",
+            "Merge starts of one step size",
+        )
     return Report(starts=starts)
