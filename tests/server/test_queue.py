@@ -10,8 +10,8 @@ from lamina.board import Board
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.server import queue
-from lamina.server.lane import Transfer
 from lamina.server.queue import FairQueue
+from lamina.server.transfer import Transfer
 
 
 class NoMemory:

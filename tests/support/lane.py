@@ -12,7 +12,8 @@ from lamina.board import Board
 from lamina.copies import CopyList
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
-from lamina.server.lane import Lane, Transfer
+from lamina.server.lane import Lane
+from lamina.server.transfer import Transfer
 
 PATIENCE_S = 20.0
 NO_COPIES = CopyList(*(np.empty(0, np.int64) for _ in range(3)))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lamina.board import Board
 from lamina.devices import cuda_driver as driver
 from lamina.errors import DeviceError
 from lamina.protocol import Region
-
-if TYPE_CHECKING:
-    from lamina.devices.cuda import CudaServerDevice
 
 OFFSET = struct.Struct("<Q")
 """Follows the handle of an allocation in a region's: where in it the region begins."""
@@ -24,10 +21,20 @@ def map_board(board: Board) -> int:
     return driver.device_pointer(board.address)
 
 
+class Mappings(Protocol):
+    """A GPU's mappings of other processes' allocations, counted."""
+
+    def make_current(self) -> None: ...
+
+    def open_handle(self, handle: bytes) -> int: ...
+
+    def close_handle(self, handle: bytes) -> None: ...
+
+
 class CudaMemory:
     """An engine's allocations and board, mapped into the server."""
 
-    def __init__(self, device: CudaServerDevice, board: Board, regions: Sequence[Region]) -> None:
+    def __init__(self, device: Mappings, board: Board, regions: Sequence[Region]) -> None:
         self._device = device
         self._board = board
         self._handles: list[bytes] = []

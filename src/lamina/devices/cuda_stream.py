@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lamina.copies import CopyList
 from lamina.devices import cuda_driver as driver
@@ -15,14 +15,22 @@ from lamina.devices.base import Direction, EngineMemory
 from lamina.devices.cuda_memory import CudaMemory
 from lamina.errors import DeviceError
 
-if TYPE_CHECKING:
-    from lamina.devices.cuda import CudaServerDevice
-
 _AHEAD_BATCHES = 4
 """Batches enqueued before the oldest must be done: enough that the link never waits for the
 host, few enough that a cancelled transfer stops in two or three milliseconds."""
 _SHARED_PIECES = 256
 """Fewer are issued (in 0.25 ms) before a second thread has woken up and done its half."""
+
+
+class Gpu(Protocol):
+    """What a stream asks of its GPU."""
+
+    @property
+    def can_batch(self) -> bool: ...
+
+    def make_current(self) -> None: ...
+
+    def split(self, copies: CopyList) -> CopyList: ...
 
 
 class CudaCopyStream:
@@ -35,7 +43,7 @@ class CudaCopyStream:
 
     only_enqueues = True
 
-    def __init__(self, device: CudaServerDevice, direction: Direction) -> None:
+    def __init__(self, device: Gpu, direction: Direction) -> None:
         self._device = device
         self._to_device = direction is Direction.LOAD
         device.make_current()
@@ -112,7 +120,7 @@ class CudaCopyStream:
 class _SecondThread:
     """Issues copies on a stream of its own, beside the thread that uses the `CudaCopyStream`."""
 
-    def __init__(self, device: CudaServerDevice) -> None:
+    def __init__(self, device: Gpu) -> None:
         self.stream = driver.create_stream()
         self._device = device
         self._event = driver.create_event()

@@ -1,11 +1,11 @@
 """A lane: the ordered queue of transfers of one device in one direction.
 
 One thread per lane takes transfers one after another and runs each to its end: slices of two
-transfers never interleave, and nothing overtakes a transfer that has started.
-On a lane with nothing to do, the thread that submits enqueues the first batches itself: until the
-lane's own thread has woken up, they keep the link busy.
-Workers take turns, and a transfer whose ticket the engine has not written yet holds nobody up
-(`queue`). Tickets are read by the CPU; no stream of the server waits for another process.
+transfers never interleave, and nothing overtakes a transfer that has started. On a lane with
+nothing to do, the thread that submits enqueues the first batches itself: until the lane's own
+thread has woken up, they keep the link busy. Workers take turns, and a transfer whose ticket the
+engine has not written yet holds nobody up (`queue`). Tickets are read by the CPU; no stream of the
+server waits for another process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from lamina.board import Board, TransferStatus, reached
-from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice
+from lamina.devices.base import CopyStream, Direction, ServerDevice
 from lamina.errors import DeviceError
 from lamina.server.queue import FairQueue
+from lamina.server.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +30,6 @@ _MAX_YIELD_S = 0.02
 """How long a store lets loads go first before each of its batches."""
 _SUBMITTED_BATCHES = 2
 """Batches that `submit` enqueues: 0.3 ms of link, time enough for a thread to wake up."""
-
-
-class Transfer(ABC):
-    """A retrieve or a store on its way. `run` and `end` are called by the lane's thread."""
-
-    def __init__(self, memory: EngineMemory, board: Board, ticket: int | None) -> None:
-        self.memory = memory
-        self.board = board
-        self._ticket = ticket
-        self._cancelled_as: TransferStatus | None = None
-
-    def cancel(self, status: TransferStatus = TransferStatus.CANCELLED) -> None:
-        """Ask the lane to stop; any thread. It is over when `end` has been called."""
-        self._cancelled_as = status
-
-    @property
-    def cancelled_as(self) -> TransferStatus | None:
-        return self._cancelled_as
-
-    def is_ready(self) -> bool:
-        """Whether the engine's earlier work on the pages is done (or nobody needs them)."""
-        ticket = self._ticket
-        return ticket is None or bool(self._cancelled_as) or reached(self.board.ticket, ticket)
-
-    @abstractmethod
-    def run(self, stream: CopyStream) -> Iterator[None]:
-        """Enqueue everything; yields before each batch, and may be closed there."""
-
-    @abstractmethod
-    def end(self, error: DeviceError | None) -> None:
-        """Nothing more of this transfer will touch memory."""
 
 
 class _Run:

@@ -8,12 +8,9 @@ the engine has not written yet holds nobody up, its own worker neither. Not thre
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lamina.devices.base import EngineMemory
-    from lamina.server.lane import Transfer
-
+from lamina.devices.base import EngineMemory
+from lamina.server.transfer import Transfer
 
 _MAX_REMEMBERED = 256
 """Workers whose last turn is remembered; one that is forgotten counts as served long ago."""

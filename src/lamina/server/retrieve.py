@@ -11,7 +11,7 @@ from lamina.copies import CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Slice
-from lamina.server.lane import Transfer
+from lamina.server.transfer import Transfer
 
 
 class Landed(NamedTuple):

@@ -26,11 +26,12 @@ from lamina.geometry import check_block_ids
 from lamina.server import limits
 from lamina.server.counters import Counters
 from lamina.server.index import Chunk, Index
-from lamina.server.lane import Lane, Lanes, Transfer
+from lamina.server.lane import Lane, Lanes
 from lamina.server.leases import LeaseTable
 from lamina.server.retrieve import Landed, RetrieveTransfer
 from lamina.server.sessions import InFlight, Session, Sessions, Worker
 from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunks, make_room
+from lamina.server.transfer import Transfer
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from lamina.devices.base import EngineMemory
 from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.geometry import Geometry, PageMap
 from lamina.linux import Peer
-from lamina.server.lane import Lane, Transfer
+from lamina.server.lane import Lane
+from lamina.server.transfer import Transfer
 
 HEARTBEAT_EVERY_S = 0.01
 

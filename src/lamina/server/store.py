@@ -11,7 +11,7 @@ from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import BlockIds, Geometry
 from lamina.server.index import Chunk, Index
-from lamina.server.lane import Transfer
+from lamina.server.transfer import Transfer
 
 
 class Saved(NamedTuple):
