@@ -56,6 +56,7 @@ def serve(socket: str, arena_bytes: int, chunk_tokens: int) -> None:
 
         def __init__(self, inner: Any) -> None:
             self.announce, self.mark, self.is_done = inner.announce, inner.mark, inner.is_done
+            self.drain = inner.drain
             self._copy = inner.copy
 
         def copy(self, memory: Any, copies: Any) -> None:

@@ -228,6 +228,22 @@ def test_a_stream_that_fails_with_copies_in_flight_does_not_end_the_lane(
     assert following.error is None
 
 
+@pytest.mark.parametrize("faulty", ["mark", "is_done"])
+def test_a_transfer_on_a_stream_that_fails_ends_only_once_nothing_moves_any_more(
+    lane: Lane, stream: ScriptedStream, make: Make, faulty: str
+) -> None:
+    """That a mark or a question failed says nothing about the copies before it."""
+    stream.fault, stream.faulty = DeviceError("out of memory", "Free some"), faulty
+    stream.drained.clear()
+    transfer = make("t")
+    lane.submit(transfer)
+    eventually(lambda: stream.fault is None)
+    assert not transfer.ended.is_set()
+    stream.drained.set()
+    transfer.wait()
+    assert isinstance(transfer.error, DeviceError)
+
+
 def test_queued_counts_every_transfer_that_has_not_ended(lane: Lane, make: Make) -> None:
     running, waiting, ticketed = make("a", hold_before=0), make("b"), make("c", ticket=1)
     assert lane.queued == 0
@@ -323,6 +339,20 @@ def test_a_store_does_not_wait_for_loads_for_ever(lane: Lane, stores: Lane, make
     stores.submit(store)
     store.wait()
     assert not load.ended.is_set()
+
+
+def test_a_load_that_waits_for_its_ticket_holds_no_store_up(
+    lane: Lane, stores: Lane, make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link has nothing else to do meanwhile."""
+    monkeypatch.setattr(lamina.server.lane, "_MAX_YIELD_S", PATIENCE_S)
+    load, store = make("load", ticket=1), make("store", steps=3)
+    lane.submit(load)
+    stores.submit(store)
+    store.wait()
+    assert not load.ended.is_set()
+    board.ticket = 1
+    load.wait()
 
 
 def test_a_load_never_waits_for_a_store(lane: Lane, stores: Lane, make: Make) -> None:

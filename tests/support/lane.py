@@ -38,6 +38,9 @@ class ScriptedStream:
         self.fault: DeviceError | None = None
         """Raised once, by the call named `faulty`."""
         self.faulty = "is_done"
+        self.drained = threading.Event()
+        """`drain` waits for it."""
+        self.drained.set()
 
     def copy(self, memory: EngineMemory, copies: CopyList) -> None: ...
 
@@ -51,6 +54,9 @@ class ScriptedStream:
     def is_done(self, mark: int) -> bool:
         self._break_in("is_done")
         return not self._holds_back or mark <= self._done
+
+    def drain(self) -> None:
+        assert self.drained.wait(PATIENCE_S), "the test left a drain held"
 
     def complete(self, mark: int) -> None:
         self._done = mark

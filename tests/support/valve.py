@@ -135,6 +135,9 @@ class _ValvedStream:
     def is_done(self, mark: int) -> bool:
         return self._valve.may_end() and self._inner.is_done(mark)
 
+    def drain(self) -> None:
+        self._inner.drain()
+
 
 class ValvedDevice:
     """A host device with a valve per direction."""

@@ -5,9 +5,10 @@ Two sides. A `WorkerDevice` lives in the engine's process: `export`, `admit`, `w
 `CopyStream` per direction, on which a lane's slices are copied and announced in order.
 
 What every device promises, checked by one conformance suite (`tests/devices/conformance.py`):
-a count is never visible before the bytes it announces; copies and announcements of one stream take
-effect in the order of the calls; nothing outside the given pieces is touched; once
-`CopyStream.is_done(mark)` no copy before the mark will touch memory again.
+a count is never visible before the bytes it announces; announcements of one stream take effect in
+the order of the calls, each after all copies before it (copies may overtake each other); nothing
+outside the given pieces is touched; once `CopyStream.is_done(mark)` no copy before the mark will
+touch memory again.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ class CopyStream(Protocol):
 
     def is_done(self, mark: int) -> bool:
         """Whether everything up to `mark` has taken effect. Raises `DeviceError`."""
+
+    def drain(self) -> None:
+        """Wait until nothing that was enqueued will touch memory any more; never raises.
+
+        For when `mark` or `is_done` has failed. A device whose context is dead moves nothing.
+        """
 
 
 class ServerDevice(Protocol):

@@ -3,7 +3,8 @@
 The server maps the engine's allocations by CUDA IPC and moves bytes with copy engines only: it
 launches no kernel, so it takes no time from the engine's. Counts are written by the GPU's front
 end after the copies of a slice; the engine's stream waits on the same word in host memory. One
-copy stream per direction and GPU; its host side runs ahead of the link by a bounded amount.
+lane's stream per direction and GPU, helped by a second where calls are slow; its host side runs
+ahead of the link by a bounded amount.
 """
 
 from __future__ import annotations
@@ -113,8 +114,13 @@ class CudaServerDevice:
         return cpus & os.sched_getaffinity(0) or None
 
     def pin(self, address: int, nbytes: int) -> None:
-        self.make_current()
-        self._pinned.add(address, nbytes)
+        if self._pinned.holds(address):
+            return  # and no context on a GPU that nobody may ever use
+        try:
+            self.make_current()
+            self._pinned.add(address, nbytes)
+        except DeviceError as error:
+            self._pinned.note_failure(address, error)
 
     def split(self, copies: CopyList) -> CopyList:
         """Cut pieces where a copy may not go on: at the edges of pinned segments."""

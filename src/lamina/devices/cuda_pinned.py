@@ -22,8 +22,16 @@ class PinnedSegments:
         self._base = 0
         self._segment_bytes = 0  # all segments but the last are of one size
         self._pinned: set[int] = set()
-        self.incomplete = False
+        self._failed: set[int] = set()
+
+    @property
+    def incomplete(self) -> bool:
         """Whether something could not be pinned."""
+        return bool(self._failed)
+
+    def holds(self, address: int) -> bool:
+        """Whether this segment is pinned: one GPU's device is enough for all."""
+        return address in self._pinned
 
     def split(self, copies: CopyList) -> CopyList:
         """Cut pieces at the edges of segments: a copy may not span two registrations."""
@@ -32,21 +40,21 @@ class PinnedSegments:
         return copies
 
     def add(self, address: int, nbytes: int) -> None:
-        """Pin a segment, unless another GPU's device has; the context must be current."""
-        if address in self._pinned:
-            return
-        if not self._pinned:
+        """Pin a segment; some GPU's context must be current. Raises `DeviceError`."""
+        if not self._segment_bytes:
             self._base, self._segment_bytes = address, nbytes
+        driver.pin(address, nbytes)
         self._pinned.add(address)
-        try:
-            driver.pin(address, nbytes)
-        except DeviceError as error:
-            if not self.incomplete:
-                log.warning(
-                    "host memory cannot be pinned, copies will be slow: %s; raise `ulimit -l`",
-                    error.cause,
-                )
-            self.incomplete = True
+        self._failed.discard(address)
+
+    def note_failure(self, address: int, error: DeviceError) -> None:
+        """A device could not pin a segment; the next one may."""
+        if not self._failed:
+            log.warning(
+                "host memory cannot be pinned, copies will be slow: %s; raise `ulimit -l`",
+                error.cause,
+            )
+        self._failed.add(address)
 
     def _spanned_by(self, copies: CopyList) -> npt.NDArray[np.bool_] | None:
         """Which pieces span two segments; None when none does, which is nearly always."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -111,6 +112,12 @@ class CudaCopyStream:
             self._idle_events.append(event)
         return self._done >= mark
 
+    def drain(self) -> None:
+        for stream in (self._stream, self._second.stream):
+            with contextlib.suppress(DeviceError):  # the context is dead
+                self._device.make_current()
+                driver.synchronize(stream)
+
     def _record(self) -> int:
         event = self._idle_events.pop() if self._idle_events else driver.create_event()
         driver.record(event, self._stream)
@@ -125,14 +132,15 @@ class _SecondThread:
         self._device = device
         self._event = driver.create_event()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._results: SimpleQueue[DeviceError | None] = SimpleQueue()
+        self._results: SimpleQueue[Exception | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, issue: Callable[[], None]) -> None:
         """Run `issue`, which enqueues on `stream`; `join` must follow."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lamina-second", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="lamina-second", daemon=True)
+            thread.start()
+            self._thread = thread
         self._work.put(issue)
 
     def join(self, stream: int) -> None:
@@ -148,16 +156,24 @@ class _SecondThread:
     def _run(self) -> None:
         while True:
             issue = self._work.get()
-            error: DeviceError | None = None
+            error: Exception | None = None
             try:
                 self._device.make_current()
                 try:
                     issue()
                 finally:
-                    driver.record(self._event, self.stream)
-            except DeviceError as caught:
+                    self._record()
+            except Exception as caught:
                 error = caught
             self._results.put(error)
+
+    def _record(self) -> None:
+        """What waits for the event waits for all that was issued; without one, wait here."""
+        try:
+            driver.record(self._event, self.stream)
+        except DeviceError:
+            driver.synchronize(self.stream)
+            raise
 
 
 def _parts(copies: CopyList, count: int) -> tuple[CopyList, CopyList]:

@@ -123,6 +123,9 @@ class HostCopyStream:
     def is_done(self, mark: int) -> bool:
         return True
 
+    def drain(self) -> None:
+        """Nothing to do: every copy is over when it returns."""
+
 
 class HostServerDevice:
     """The server's side; `link_gbps` throttles each direction."""

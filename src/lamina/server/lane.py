@@ -84,7 +84,8 @@ class Lane:
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
-            self._idle.clear()
+            if transfer.is_ready():
+                self._idle.clear()
             if self._can_begin_at_once(transfer):
                 run = self._running = _Run(transfer, self._stream)
                 for _ in range(1 + _SUBMITTED_BATCHES):  # the first step comes before any batch
@@ -118,6 +119,7 @@ class Lane:
                 try:
                     self._in_flight.append((self._stream.mark(), run.transfer, run.error))
                 except DeviceError as caught:
+                    self._stream.drain()
                     run.transfer.end(run.error or caught)
                 self._running = None
 
@@ -128,15 +130,17 @@ class Lane:
             while self._running is None:
                 self._retire()
                 if (ready := self._queue.take_ready()) is not None:
+                    self._idle.clear()
                     self._running = _Run(ready, self._stream)
-                elif self._queue or self._in_flight:
+                    continue
+                if not self._in_flight:
+                    self._idle.set()  # also while tickets are waited for: the link has no work
+                if self._queue or self._in_flight:
                     self._changed.wait(poll_s)  # a ticket or a copy is on its way
                     poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
                 elif self._stopping:
-                    self._idle.set()
                     return None
                 else:
-                    self._idle.set()
                     self._changed.wait()
                     poll_s = _FIRST_POLL_S
             return self._running
@@ -144,13 +148,14 @@ class Lane:
     def _retire(self) -> None:
         """End the transfers whose copies have all taken effect, in order.
 
-        A stream that fails moves nothing more: everything on it has failed.
+        When the stream fails, everything on it has failed, and ends once it moves nothing more.
         """
         try:
             while self._in_flight and self._stream.is_done(self._in_flight[0][0]):
                 _, transfer, error = self._in_flight.popleft()
                 transfer.end(error)
         except DeviceError as failure:
+            self._stream.drain()
             while self._in_flight:
                 _, transfer, error = self._in_flight.popleft()
                 transfer.end(error or failure)
