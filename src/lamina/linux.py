@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not wrap: cross-process copies, pidfds, peer identity."""
+"""The few Linux calls that Python does not wrap: cross-process copies, pidfds, short waits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import struct
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -34,10 +35,19 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         ctypes.c_ulong,
     )
     _call.restype = ctypes.c_ssize_t
+_libc.ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 IoVec = npt.NDArray[np.uint64]
 """Shape (n, 2): an address and a length per row, as `struct iovec`."""
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Peer(NamedTuple):
@@ -79,10 +89,20 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def wait_readable(fd: int, timeout_s: float) -> bool:
-    """Wait at most `timeout_s` until `fd` is readable; whether it is."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    """Wait at most `timeout_s` until `fd` is readable; whether it is.
+
+    Python's own `poll` waits for whole milliseconds.
+    """
+    until_s = time.monotonic() + timeout_s
+    asked = _PollFd(fd, select.POLLIN)
+    while True:
+        left_ns = max(0, int((until_s - time.monotonic()) * 1e9))
+        left = _TimeSpec(*divmod(left_ns, 10**9))
+        ready = _libc.ppoll(ctypes.byref(asked), 1, ctypes.byref(left), None)
+        if ready >= 0:
+            return bool(ready)
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 def copy_between(pid: int, local: IoVec, remote: IoVec, *, into_remote: bool) -> None:
