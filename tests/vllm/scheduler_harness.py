@@ -126,10 +126,13 @@ class Rig:
         prompt: list[int],
         max_tokens: int = 4,
         resumable: bool = False,
+        params: Any = None,
         **options: Any,
     ) -> None:
-        """Add a request; `options` become `lamina.*` of its `kv_transfer_params`."""
-        params = {f"lamina.{key}": value for key, value in options.items()}
+        """Add a request; `options` become `lamina.*` of its `kv_transfer_params`, unless these
+        `params` are they."""
+        if params is None:
+            params = {f"lamina.{key}": value for key, value in options.items()}
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=0,

@@ -11,6 +11,8 @@ from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings, parse_overlap
 
 _PREFIX = "lamina."
 _REQUEST_KEYS = ("layerwise_overlap", "release_after_slices", "load", "store")
+_MOST_SLICES = 10**6
+"""More than any model has layers."""
 
 
 class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
@@ -33,7 +35,10 @@ class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
 
 class RequestSettings:
     """What a request's `kv_transfer_params` force: `lamina.layerwise_overlap`,
-    `lamina.release_after_slices` (0: a synchronous load), `lamina.load`, `lamina.store`."""
+    `lamina.release_after_slices` (0: a synchronous load), `lamina.load`, `lamina.store`.
+
+    Users write these: anything but the right types raises `SettingsError`.
+    """
 
     def __init__(self, settings: ConnectorSettings, params: Mapping[str, Any] | None) -> None:
         forced = {
@@ -43,14 +48,33 @@ class RequestSettings:
         }
         if unknown := forced.keys() - set(_REQUEST_KEYS):
             raise SettingsError(
-                f"a request has no setting {_PREFIX}{min(unknown)}",
+                f"a request has no setting {_PREFIX + min(unknown)!r}",
                 "Known: " + ", ".join(_PREFIX + key for key in _REQUEST_KEYS),
             )
-        self.load = bool(forced.get("load", True))
-        self.store = bool(forced.get("store", True))
+        self.load = _bool("load", forced.get("load", True))
+        self.store = _bool("store", forced.get("store", True))
         width = parse_overlap(forced.get("layerwise_overlap", settings.layerwise_overlap))
         after = forced.get("release_after_slices", settings.release_after_slices)
-        self.policy: ReleasePolicy = release_policy(width, None if after is None else int(after))
+        slices = None if after is None else _slices(after)
+        self.policy: ReleasePolicy = release_policy(width, slices)
+
+
+def _bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise SettingsError(f"{_PREFIX}{name} of a request is {value!r}", "Use true or false")
+
+
+def _slices(value: object) -> int:
+    """As many slices as an int or a decimal string says; no bool."""
+    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(_MOST_SLICES)):
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_SLICES:
+        return value
+    raise SettingsError(
+        f"{_PREFIX}release_after_slices of a request is {value!r}",
+        "Use a number of slices, or 0 for a synchronous load",
+    )
 
 
 def check_supported(vllm_config: Any) -> None:

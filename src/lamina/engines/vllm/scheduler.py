@@ -236,8 +236,10 @@ class SchedulerSide:
             return without  # no token ids to name chunks by; or a prompt that is not all there yet
         try:
             return RequestSettings(self._settings, request.kv_transfer_params)
-        except SettingsError as error:
-            log.warning("request %s goes without the cache: %s", request.request_id, error)
+        except Exception as error:  # users write it: whatever it is, the engine serves on
+            is_told = isinstance(error, SettingsError)
+            name = request.request_id
+            log.warning("request %s goes without the cache: %s", name, error, exc_info=not is_told)
             return without
 
     def _look_up(self, tracked: Tracked) -> None:
