@@ -182,6 +182,11 @@ class ScriptedLookup:
     def __init__(self, client: ScriptedClient, granted: LookupResult) -> None:
         self._client = client
         self._granted = granted
+        self._server = client.server if client.is_usable else None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._server != self._client.server
 
     @property
     def result(self) -> LookupResult | None:
@@ -217,6 +222,10 @@ class ScriptedClient:
         self.written: set[int] = set()
         """Blocks that steps under way write."""
         self.is_usable = True
+        self.takes_loads = True
+        """Whether the worker's side reaches the server too, and it has room."""
+        self.server = 0
+        """Which server it is."""
         self.answers = True
         """Whether lookups are answered."""
         self.acknowledges = True
@@ -232,6 +241,13 @@ class ScriptedClient:
         keys = chunk_keys(namespace, CHUNK, prompt)[:chunks]
         for index, key in enumerate(keys):
             self.chunks[key] = text.kv((index + 1) * CHUNK)[index * CHUNK :]
+
+    def lose_server(self) -> None:
+        """It dies, and what it held; with `is_usable` another one is there, which is empty."""
+        self.is_usable = False
+        self.server += 1
+        self.chunks.clear()
+        self.leases.clear()
 
     def advance(self) -> None:
         """The time between two steps."""
@@ -283,7 +299,7 @@ class ScriptedClient:
         ticket: int | None = None,
     ) -> ScriptedLoad | None:
         blocks = [int(block) for block in block_ids[0]]
-        if not self.is_usable:
+        if not (self.is_usable and self.takes_loads):
             self.leases.pop(lease, None)  # it runs out
             return None
         self._check_target(request, blocks)

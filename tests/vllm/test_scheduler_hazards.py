@@ -254,11 +254,11 @@ def test_load_failed_before_release_and_is_not_over(rig: Rig) -> None:
 
 @pytest.mark.parametrize(("after", "end"), [(0, "ERROR"), (1, "LENGTH")])
 @hazard(guards.without_failures, "wrong KV")
-def test_server_gone_between_lookup_and_load(rig: Rig, after: int, end: str) -> None:
+def test_load_refused_when_the_hit_was_told(rig: Rig, after: int, end: str) -> None:
     """An asynchronous load is computed instead; a synchronous one has no time for that."""
+    rig.client.takes_loads = False
     rig.hold(ASKED, 2)
     rig.add("A", ASKED, release_after_slices=after)
-    rig.client.is_usable = False
     rig.run("A")
     assert rig.ended["A"] == end
     rig.close()

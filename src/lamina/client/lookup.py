@@ -49,6 +49,11 @@ class Lookup:
             self._result = MISS
         return self._result
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody was asked, or the connection is gone: so is the lease."""
+        return self._connection is None or self._connection.is_lost
+
     def wait(self, timeout_s: float) -> LookupResult | None:
         """Wait up to `timeout_s` for the answer."""
         until_s = self._clock() + timeout_s

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from lamina.client import Client
@@ -182,7 +183,7 @@ class SchedulerSide:
         if report.step:
             self._planner.step_over(report.step)
         self._planner.landed(report.landed)
-        self._reports = self._reports.aggregate(report)
+        self._reports = self._reports.aggregate(replace(report, landed=[]))
         for number in self._complete(self._reports.loads_to_recompute):
             self._planner.load_failed(number)
             self.loads.recompute(number)
@@ -254,6 +255,10 @@ class SchedulerSide:
         if not tracked.may_load:
             return 0
         self.client.poll()
+        if tracked.lookup is not None and tracked.lookup.is_lost:
+            tracked.lookup, tracked.saved_chunks = None, tracked.stored_chunks
+        if not self.client.is_usable:
+            return 0  # a load from it would fail
         if tracked.lookup is None or self._is_stale(tracked):
             self._look_up(tracked)
         lookup = tracked.lookup
@@ -264,7 +269,7 @@ class SchedulerSide:
             result = lookup.wait(LOOKUP_WAIT_S)
         if result is None:
             return None
-        tracked.saved_chunks = max(tracked.saved_chunks, result.chunks)
+        tracked.saved_chunks = max(tracked.stored_chunks, result.chunks)
         most = (tracked.request.num_tokens - 1) // self._block_tokens * self._block_tokens
         return int(min(result.chunks * self._settings.chunk_tokens, most))
 

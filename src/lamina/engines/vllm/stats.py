@@ -63,7 +63,7 @@ DESCRIPTIONS = {
     "recomputed": "Requests whose load failed before they ran, and who computed instead.",
     "failed": "Loads that failed after their request was released.",
     "stored_chunks": "Chunks sent to be stored.",
-    "dropped_chunks": "Chunks not stored because too many blocks were held.",
+    "dropped_chunks": "Chunks not stored: too many blocks were held, or the server was not usable.",
     "loads_fixed": "Loads as the settings fix them.",
     "loads_unmeasured": "Loads by 'auto' before it had measured anything.",
     "loads_hidden": "Loads by 'auto' in the request's own step, which computes longer.",

@@ -89,4 +89,4 @@ class Stores:
         parent = keys[first - 1] if first else b""
         self._queued.append(StoreSpec(self._number, parent, keys[first:end], blocks))
         self._counts.stored_chunks += end - first
-        tracked.saved_chunks = end
+        tracked.saved_chunks = tracked.stored_chunks = end

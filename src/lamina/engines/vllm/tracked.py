@@ -43,7 +43,9 @@ class Tracked:
     """Tokens that counted as computed when the request was last scheduled anew. Others may be
     computing them in that very step, so they are confirmed only once more than they are."""
     saved_chunks: int = 0
-    """Leading chunks that the server has or was sent."""
+    """Leading chunks that the server has or was sent, by its latest answer and our stores."""
+    stored_chunks: int = 0
+    """Where this request's own last store ends; 0 without one."""
 
     @property
     def name(self) -> str:

@@ -1,0 +1,51 @@
+"""Lookups and the server that was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lamina.client import MISS
+from tests.support.server import ServerThread, connected_client
+from tests.support.wait import eventually
+
+KEYS = [bytes(32)]
+
+
+@pytest.fixture
+def server(socket_path: Path) -> Iterator[ServerThread]:
+    thread = ServerThread(socket_path)
+    yield thread
+    thread.stop()
+
+
+def test_a_lookup_is_lost_with_the_server_that_was_asked(
+    server: ServerThread, socket_path: Path
+) -> None:
+    client = connected_client(socket_path, reconnect_every_ms=1)
+    lookup = client.lookup("r", KEYS)
+    assert lookup.wait(20) == MISS
+    assert not lookup.is_lost
+    server.stop()
+
+    def is_lost() -> bool:
+        client.poll()
+        return lookup.is_lost
+
+    def is_back() -> bool:
+        client.poll()
+        return client.is_usable
+
+    eventually(is_lost)
+    nobody_asked = client.lookup("r", KEYS)
+    assert nobody_asked.is_lost
+    again = ServerThread(socket_path)
+    try:
+        eventually(is_back)
+        assert lookup.is_lost
+        assert not client.lookup("r", KEYS).is_lost
+    finally:
+        client.close()
+        again.stop()
