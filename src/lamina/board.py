@@ -89,9 +89,13 @@ class Board:
         if not 0 <= slots <= MAX_SLOTS:
             raise BoardError(f"a board of {slots} slots", f"Use 0 to {MAX_SLOTS} slots")
         fd = os.memfd_create("lamina-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, (_FIRST_SLOT_LINE + slots) * LINE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        board = cls(fd, slots)
+        try:
+            os.ftruncate(fd, (_FIRST_SLOT_LINE + slots) * LINE_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            board = cls(fd, slots)  # takes a second descriptor
+        except OSError:
+            os.close(fd)
+            raise
         _HEADER.pack_into(board._map, 0, MAGIC, VERSION, slots)
         return board
 

@@ -27,7 +27,12 @@ from lamina.client.lookup import Lookup
 from lamina.client.transfers import Retrieve, Store, Transfers
 from lamina.client.watchdog import Watchdog
 from lamina.devices.base import WorkerDevice
-from lamina.errors import RequestRefusedError, ServerUnavailableError, SettingsError
+from lamina.errors import (
+    LaminaError,
+    RequestRefusedError,
+    ServerUnavailableError,
+    SettingsError,
+)
 from lamina.geometry import BlockIds, Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import AUTO, ClientSettings
@@ -108,7 +113,7 @@ class Client:
         """
         try:
             self.connect()
-        except ServerUnavailableError as error:
+        except (OSError, ServerUnavailableError) as error:
             self.note_trouble(str(error))
 
     def ask(self, request: type[protocol.Message]) -> protocol.Reply:
@@ -175,7 +180,8 @@ class Client:
         elif self._clock() >= self._next_attempt_s:
             self._reconnect()
         for lost in list(self._lost):
-            lost.reap(link.connection if link is not None and link.is_open else None)
+            successor = link.connection if link is not None and link.is_open else None
+            lost.reap(successor, self._clock())
             if lost.is_over:
                 self._lost.remove(lost)
                 lost.close()
@@ -274,7 +280,7 @@ class Client:
         self._next_attempt_s = self._clock() + self.settings.reconnect_every_ms / 1000
         try:
             self._link = self._new_link()
-        except ServerUnavailableError as error:
+        except (OSError, LaminaError) as error:  # a cache, not a dependency
             self.note_trouble(str(error))
 
     def _drop_link(self) -> None:

@@ -27,7 +27,8 @@ OnReply = Callable[[protocol.Reply | None], None]
 
 
 class Connection:
-    """Raises `ServerUnavailableError` when nothing listens at `path`."""
+    """Raises `ServerUnavailableError` when nothing listens at `path`, `OSError` when this process
+    can have no socket."""
 
     def __init__(self, path: Path, board: Board) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -35,7 +36,11 @@ class Connection:
         try:
             self._socket.connect(os.fspath(path))
             self.server: Peer = peer_of(self._socket)
-            socket.send_fds(self._socket, [protocol.preface()], [board.fd])
+            try:
+                socket.send_fds(self._socket, [protocol.preface()], [board.fd])
+            except OSError:
+                self.server.close()
+                raise
         except OSError as error:
             self._socket.close()
             raise ServerUnavailableError(
@@ -61,9 +66,15 @@ class Connection:
         self._flush()
         return self._number
 
-    def set_server_clock(self, server_clock_ns: int) -> None:
-        """Note how far the server's monotonic clock is ahead (time namespaces may differ)."""
-        self._clock_skew_ns = server_clock_ns - time.monotonic_ns()
+    def set_server_clock(self, server_clock_ns: int, asked_ns: int) -> None:
+        """Note how far the server's monotonic clock is ahead (time namespaces may differ).
+
+        `asked_ns` is our clock when the server was asked for its own. A server's clock between
+        then and now is the same as ours, however long its answer has waited to be read.
+        """
+        now_ns = time.monotonic_ns()
+        is_same = asked_ns <= server_clock_ns <= now_ns
+        self._clock_skew_ns = 0 if is_same else server_clock_ns - now_ns
 
     def heartbeat_age_s(self) -> float:
         """Seconds since the server last wrote its heartbeat."""

@@ -6,6 +6,7 @@ nothing of it is in flight any more.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from lamina import protocol
@@ -13,7 +14,7 @@ from lamina.board import Board
 from lamina.client.connection import Connection
 from lamina.client.transfers import Transfers
 from lamina.devices.base import WorkerDevice
-from lamina.errors import ErrorCode, ServerUnavailableError
+from lamina.errors import DeviceError, ErrorCode
 from lamina.geometry import Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import ClientSettings
@@ -32,7 +33,10 @@ class Memory:
 
 
 class Link:
-    """One connection with its board and its transfers, from Hello to the end of the last one."""
+    """One connection with its board and its transfers, from Hello to the end of the last one.
+
+    Raises `ServerUnavailableError`, or `OSError` when this process lacks descriptors or memory.
+    """
 
     def __init__(
         self,
@@ -43,16 +47,16 @@ class Link:
         memory: Memory | None,
     ) -> None:
         self._wanted_chunk_tokens = settings.chunk_tokens
+        self._ask_every_s = settings.reconnect_every_ms / 1000
         self._device = device
         self._memory = memory
         self.board = Board.create(BOARD_SLOTS if memory else 0)
         try:
             self.connection = Connection(settings.socket, self.board)
-        except ServerUnavailableError:
+        except BaseException:
             self.board.close()
             raise
-        if memory is not None:
-            device.attach(self.board)
+        self._is_attached = False
         self.transfers: Transfers | None = None
         self.is_ready = False
         self.refusal: protocol.ErrorReply | None = None
@@ -60,6 +64,8 @@ class Link:
         self.lease_ttl_s = 0.0
         self.session = 0
         self._asked: Connection | None = None
+        self._ask_again_s = 0.0
+        self._hello_ns = time.monotonic_ns()
         self.connection.call(lambda n: protocol.Hello(n, engine, label), self._welcomed)
 
     @property
@@ -72,7 +78,7 @@ class Link:
         """Whether the connection is lost and nothing of it is in flight any more."""
         return self.connection.is_lost and (self.transfers is None or self.transfers.is_idle)
 
-    def reap(self, successor: Connection | None) -> None:
+    def reap(self, successor: Connection | None, now_s: float) -> None:
         """Free what the server will not touch any more, once this connection is lost.
 
         Proven by the server's death, or by a living server's word on the `successor` connection.
@@ -80,15 +86,17 @@ class Link:
         if self.transfers is None:
             return
         self.transfers.reap()
-        if not self.is_over and successor is not None and self._asked is not successor:
-            self._asked = successor
+        if self.is_over or successor is None or self._asked is successor:
+            return
+        if now_s >= self._ask_again_s:
+            self._asked, self._ask_again_s = successor, now_s + self._ask_every_s
             successor.call(lambda n: protocol.EndSession(n, self.session), self._session_ended)
 
     def close(self) -> None:
         """Only when it `is_over`, or its process ends."""
         self.connection.close()
         self.connection.server.close()
-        if self._memory is not None:
+        if self._is_attached:
             self._device.detach(self.board)
         self.board.close()
 
@@ -99,7 +107,7 @@ class Link:
         self.chunk_tokens = reply.chunk_tokens
         self.lease_ttl_s = reply.lease_ttl_s
         self.session = reply.session
-        self.connection.set_server_clock(reply.server_clock_ns)
+        self.connection.set_server_clock(reply.server_clock_ns, self._hello_ns)
         wanted = self._wanted_chunk_tokens
         if wanted is not None and wanted != reply.chunk_tokens:
             self._refused(
@@ -128,12 +136,22 @@ class Link:
             self._refused(reply)
             return
         assert self._memory is not None
+        try:  # only now: a server that refuses us is asked again and again
+            self._device.attach(self.board)
+        except DeviceError as error:
+            self._refused(
+                protocol.ErrorReply(reply.id, ErrorCode.BAD_BOARD, error.cause, error.remedy)
+            )
+            return
+        self._is_attached = True
         self.transfers = Transfers(self.connection, self.board, self._memory.geometry)
         self.is_ready = True
 
     def _session_ended(self, reply: protocol.Reply | None) -> None:
         if isinstance(reply, protocol.Done) and self.transfers is not None:
             self.transfers.end()
+        elif isinstance(reply, protocol.ErrorReply) and reply.code is not ErrorCode.BAD_REQUEST:
+            self._asked = None  # ask again: this server knows the session, and failed to answer
 
     def _refused(self, reply: protocol.Reply | None) -> None:
         if isinstance(reply, protocol.ErrorReply):
