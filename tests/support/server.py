@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lamina.client import Client
+from lamina.devices.base import ServerDevice
 from lamina.devices.host import NAME as HOST
 from lamina.devices.host import HostWorkerDevice
 from lamina.server.main import Server
@@ -25,10 +26,11 @@ _T = TypeVar("_T")
 
 
 class ServerThread:
-    """A server on a thread's event loop. `clock_s` is the clock of its leases: virtual time."""
+    """A server on a thread's event loop. `clock_s` is the clock of its leases: virtual time.
+    `inner` is the device behind its valves; a host device when none is given."""
 
-    def __init__(self, socket: Path, **settings: Any) -> None:
-        self.device = ValvedDevice()
+    def __init__(self, socket: Path, inner: ServerDevice | None = None, **settings: Any) -> None:
+        self.device = ValvedDevice(inner)
         self.clock_s = 0.0
         settings = {"arena_bytes": 64 << 20, "chunk_tokens": 64, **settings}
         self.settings = ServerSettings(socket=socket, **settings)

@@ -101,13 +101,13 @@ class Service:
                 f"this server has no device {request.device!r}",
                 f"It has {', '.join(self._lanes.devices)}",
             )
+        lanes = self._lanes.of(request.device)  # may fail, and nothing is opened yet
         try:
             memory = self._lanes.devices[request.device].open(
                 session.peer, session.board, request.regions
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        lanes = self._lanes.of(request.device)
         session.worker = Worker(geometry, request.page_map, memory, *lanes)
         return protocol.Registered(request.id)
 

@@ -8,6 +8,7 @@ transfer has ended, because a lane may be using them until then.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from lamina.geometry import Geometry, PageMap
 from lamina.linux import Peer
 from lamina.server.lane import Lane
 from lamina.server.transfer import Transfer
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 0.01
 
@@ -140,7 +143,10 @@ class Session:
             return
         self.over.set()
         if self.worker is not None:
-            self.worker.memory.close()
+            try:
+                self.worker.memory.close()
+            except Exception:  # whoever ends us has pins and a budget of ours to give back
+                log.exception("the memory of %s could not be given back", self)
         self.board.close()
         self.peer.close()
 

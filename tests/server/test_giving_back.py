@@ -1,0 +1,122 @@
+"""What a device that fails leaves held: nothing of the engines it served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lamina.board import Board
+from lamina.devices.base import CopyStream, Direction, EngineMemory
+from lamina.devices.host import HostMemory, HostServerDevice
+from lamina.errors import DeviceError, RequestRefusedError
+from lamina.linux import Peer
+from lamina.protocol import Region
+from tests.e2e.strangers import open_fds
+from tests.support.server import ServerThread
+from tests.support.wait import eventually
+from tests.support.worker import PageWorker, ids, random_keys
+
+FAULT = DeviceError("the device failed", "Mend it")
+
+
+class _Memory(HostMemory):
+    def __init__(
+        self, device: FailingDevice, peer: Peer, board: Board, regions: Sequence[Region]
+    ) -> None:
+        super().__init__(peer, board, regions)
+        self._device = device
+
+    def close(self) -> None:
+        if self._device.fails_to_close:
+            raise FAULT
+        self._device.opened.remove(self)
+
+
+class FailingDevice(HostServerDevice):
+    """A host device that fails while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[EngineMemory] = []
+        self.fails_to_make_streams = False
+        self.fails_to_close = False
+
+    def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
+        self.opened.append(_Memory(self, peer, board, regions))
+        return self.opened[-1]
+
+    def stream(self, direction: Direction) -> CopyStream:
+        if self.fails_to_make_streams:
+            raise FAULT
+        return super().stream(direction)
+
+
+@pytest.fixture
+def device() -> FailingDevice:
+    return FailingDevice()
+
+
+@pytest.fixture
+def server(device: FailingDevice, socket_path: Path) -> Iterator[ServerThread]:
+    thread = ServerThread(socket_path, device)
+    yield thread
+    thread.stop()
+
+
+def test_a_worker_that_gets_no_stream_leaves_nothing_opened(
+    device: FailingDevice, server: ServerThread, make_worker: Callable[..., PageWorker]
+) -> None:
+    device.fails_to_make_streams = True
+    with pytest.raises(RequestRefusedError, match="the device failed"):
+        make_worker()
+    eventually(lambda: server.gauges()["sessions"] == 0)
+    assert not device.opened
+    device.fails_to_make_streams = False
+    make_worker()
+    assert len(device.opened) == 1
+
+
+def begin_load(worker: PageWorker) -> None:
+    keys = random_keys(1)
+    worker.save(keys, range(4))
+    worker.load("r", keys, range(4, 8))
+
+
+def begin_store(worker: PageWorker) -> None:
+    ticket = worker.client.write_ticket()
+    assert worker.client.store(b"", random_keys(1), [ids(range(4))], ticket) is not None
+
+
+@pytest.mark.parametrize("begin", [begin_load, begin_store])
+def test_memory_that_cannot_be_given_back_keeps_no_pin_no_budget_and_no_descriptor(
+    device: FailingDevice,
+    server: ServerThread,
+    socket_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    begin: Callable[[PageWorker], None],
+) -> None:
+    """A session closes it with its last transfer, whose own account must not be cut short."""
+    files = open_fds()
+    worker = PageWorker(socket_path)
+    server.device.loads.close()
+    if begin is begin_store:
+        server.device.stores.close()
+    begin(worker)
+    eventually(lambda: server.gauges()["queued_transfers"] == 1)
+    device.fails_to_close = True
+    worker.client.close()
+    eventually(lambda: server.gauges()["sessions"] == 0)
+    held = server.gauges()
+    assert held["pins"] or held["arena_reserved_bytes"]
+    server.device.loads.open()
+    server.device.stores.open()
+
+    def is_all_given_back() -> bool:
+        gauges = server.gauges()
+        return gauges["pins"] == gauges["arena_reserved_bytes"] == 0
+
+    eventually(is_all_given_back)
+    assert open_fds() == files
+    assert "could not be given back" in caplog.text
