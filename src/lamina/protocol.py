@@ -113,7 +113,9 @@ class Retrieve(Message, frozen=True):
 class Retrieved(Message, frozen=True):
     """A retrieve's end: nothing more will be written, slot and pages are the engine's.
 
-    `status` is a `board.TransferStatus`. Times are from the server's receipt of the request.
+    `status` is a `board.TransferStatus`. Times are from the server's receipt of the request:
+    `first_slice_us` until the first slice was enqueued on a GPU's stream, or had landed in host
+    memory; `total_us` until the last copy had taken effect.
     """
 
     status: int

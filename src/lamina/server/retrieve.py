@@ -15,7 +15,12 @@ from lamina.server.transfer import Transfer
 
 
 class Landed(NamedTuple):
-    """How a retrieve ended; times from its receipt."""
+    """How a retrieve ended; times from its receipt.
+
+    `first_slice_us` is when the first slice was announced to the stream: with a stream that only
+    enqueues, as a GPU's, when it was enqueued and not when it landed. `total_us` is to the end of
+    the last copy.
+    """
 
     status: TransferStatus
     nbytes: int

@@ -11,7 +11,11 @@ from lamina.errors import DeviceError
 
 
 class Transfer(ABC):
-    """A retrieve or a store on its way. `run` and `end` are called by the lane's thread."""
+    """A retrieve or a store on its way.
+
+    `end` is called by the lane's thread. So is what `run` gives, except that on an idle lane the
+    first batches are enqueued by whoever submits: the server's event loop.
+    """
 
     def __init__(self, memory: EngineMemory, board: Board, ticket: int | None) -> None:
         self.memory = memory
