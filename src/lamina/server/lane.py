@@ -191,9 +191,9 @@ class Lanes:
 
     def of(self, device: str) -> DeviceLanes:
         if device not in self._lanes:
-            make_stream = self.devices[device].stream
-            loads = Lane(f"lamina-load-{device}", make_stream(Direction.LOAD))
-            stores = Lane(f"lamina-store-{device}", make_stream(Direction.STORE), yields_to=loads)
+            to_load, to_store = map(self.devices[device].stream, Direction)  # before any thread
+            loads = Lane(f"lamina-load-{device}", to_load)
+            stores = Lane(f"lamina-store-{device}", to_store, yields_to=loads)
             self._lanes[device] = DeviceLanes(loads, stores)
         return self._lanes[device]
 
