@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,14 @@ def extras_of(request: Any, chunk_tokens: int) -> dict[int, list[Extra]]:
 
 
 def fingerprint_adapter(path: str) -> str:
-    """The content of an adapter's files."""
+    """The content of an adapter's files; read when they are new or have changed."""
+    files = [(file, file.stat()) for file in sorted(Path(path).glob("adapter_*"))]
+    return _fingerprint(tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in files))
+
+
+@lru_cache(256)
+def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for file in sorted(Path(path).glob("adapter_*")):
+    for file, _, _ in files:
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
