@@ -12,14 +12,7 @@ from lamina.errors import DeviceError
 from lamina.server import queue
 from lamina.server.queue import FairQueue
 from lamina.server.transfer import Transfer
-
-
-class NoMemory:
-    """Memory of an engine that is not there."""
-
-    addresses = ()
-
-    def close(self) -> None: ...
+from tests.support.lane import NoMemory
 
 
 class Named(Transfer):
