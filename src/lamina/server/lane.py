@@ -78,10 +78,8 @@ class Lane:
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
-            is_ready = transfer.is_ready()
-            if is_ready:
-                self._idle.clear()
-            if is_ready and self._has_nothing_to_do():
+            self._idle.clear()
+            if self._has_nothing_to_do() and transfer.is_ready():
                 run = self._running = _Run(transfer, self._stream)
                 for _ in range(1 + _SUBMITTED_BATCHES):  # the first step comes before any batch
                     if not run.step():
