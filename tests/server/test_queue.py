@@ -12,7 +12,14 @@ from lamina.errors import DeviceError
 from lamina.server import queue
 from lamina.server.queue import FairQueue
 from lamina.server.transfer import Transfer
-from tests.support.lane import NoMemory
+
+
+class NoMemory:
+    """Memory of an engine that is not there."""
+
+    addresses = ()
+
+    def close(self) -> None: ...
 
 
 class Named(Transfer):

@@ -6,7 +6,6 @@ import mmap
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -121,42 +120,39 @@ class CudaKvSpace(KvSpace):
             driver.fill(address, POISON, self.layer_bytes)
 
     def link_gbps(self, nbytes: int, *, to_device: bool) -> float:
-        def enqueue(host: int, pointer: int, stream: int) -> None:
-            target, source = (pointer, host) if to_device else (host, pointer)
+        host = np.full(nbytes, 1, np.uint8)
+        pointer, stream = driver.allocate(nbytes), driver.create_stream()
+        driver.pin(host.ctypes.data, nbytes)
+        target, source = (pointer, host.ctypes.data) if to_device else (host.ctypes.data, pointer)
+        rates = []
+        for _ in range(5):
+            started = time.perf_counter()
             driver.copy_one(target, source, nbytes, stream, to_device=to_device)
-
-        return _best_gbps(nbytes, enqueue)
+            driver.synchronize(stream)
+            rates.append(nbytes / (time.perf_counter() - started) / 1e9)
+        driver.unpin(host.ctypes.data)
+        driver.free(pointer)
+        return max(rates)
 
     def bare_gbps(self, nbytes: int, piece_bytes: int) -> float | None:
+        host = np.full(nbytes, 1, np.uint8)
+        pointer, stream = driver.allocate(nbytes), driver.create_stream()
+        driver.pin(host.ctypes.data, nbytes)
         offsets = np.arange(nbytes // piece_bytes, dtype=np.int64) * piece_bytes
-        scattered = np.random.default_rng(2).permutation(offsets)
-        sizes = np.full(len(offsets), piece_bytes, np.int64)
-
-        def enqueue(host: int, pointer: int, stream: int) -> None:
-            for engine, source, size in batches(
-                CopyList(pointer + scattered, host + offsets, sizes)
-            ):
+        sources = host.ctypes.data + offsets
+        targets = pointer + np.random.default_rng(2).permutation(offsets)
+        pieces = CopyList(targets, sources, np.full(len(offsets), piece_bytes, np.int64))
+        rates = []
+        for _ in range(5):
+            started = time.perf_counter()
+            for engine, source, size in batches(pieces):
                 arrays = engine.ctypes.data, source.ctypes.data, size.ctypes.data
                 driver.copy_batch(*arrays, len(size), stream, to_device=True)
-
-        return _best_gbps(nbytes, enqueue)
-
-
-def _best_gbps(nbytes: int, enqueue: Callable[[int, int, int], None]) -> float:
-    """The best of five times to copy `nbytes`; `enqueue` gets pinned host memory, device memory
-    and a stream."""
-    host = np.full(nbytes, 1, np.uint8)
-    pointer, stream = driver.allocate(nbytes), driver.create_stream()
-    driver.pin(host.ctypes.data, nbytes)
-    rates = []
-    for _ in range(5):
-        started = time.perf_counter()
-        enqueue(host.ctypes.data, pointer, stream)
-        driver.synchronize(stream)
-        rates.append(nbytes / (time.perf_counter() - started) / 1e9)
-    driver.unpin(host.ctypes.data)
-    driver.free(pointer)
-    return max(rates)
+            driver.synchronize(stream)
+            rates.append(nbytes / (time.perf_counter() - started) / 1e9)
+        driver.unpin(host.ctypes.data)
+        driver.free(pointer)
+        return max(rates)
 
 
 def kv_space(device: str, layers: int, layer_bytes: int) -> KvSpace:

@@ -43,12 +43,18 @@ class _Run:
     def step(self) -> bool:
         """Go on to just before the next batch; False at the end, however it came."""
         try:
-            return not self.transfer.cancelled_as and next(self._batches, self) is None
+            if not self.transfer.cancelled_as:
+                next(self._batches)
+                return True
+        except StopIteration:
+            return False
         except DeviceError as caught:
             self.error = caught
+            return False
         except Exception:
             log.exception("a transfer broke; its engine recomputes")
             self.error = DeviceError("the server failed to run the transfer", "See its log")
+            return False
         return False
 
 
@@ -78,8 +84,9 @@ class Lane:
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
-            self._idle.clear()
-            if self._has_nothing_to_do() and transfer.is_ready():
+            if transfer.is_ready():
+                self._idle.clear()
+            if self._can_begin_at_once(transfer):
                 run = self._running = _Run(transfer, self._stream)
                 for _ in range(1 + _SUBMITTED_BATCHES):  # the first step comes before any batch
                     if not run.step():
@@ -95,9 +102,13 @@ class Lane:
             self._changed.notify()
         self._thread.join()
 
-    def _has_nothing_to_do(self) -> bool:
-        """Whether who submits may enqueue, and has to wait for nobody."""
-        return self._stream.only_enqueues and self._yields_to is None and not self.queued
+    def _can_begin_at_once(self, transfer: Transfer) -> bool:
+        return (
+            self._stream.only_enqueues
+            and self._yields_to is None
+            and not self.queued
+            and transfer.is_ready()
+        )
 
     def _work(self) -> None:
         while (run := self._next()) is not None:

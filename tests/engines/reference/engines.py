@@ -208,30 +208,6 @@ def release_first_slice(engine: Engine, server: ServerThread, request: Request) 
     assert request.gate.retrieve.landed_slices == 1
 
 
-def draining(engine: Engine, server: ServerThread, name: str = "owner") -> Request:
-    """A request that runs while all but the first slice of its retrieve are held."""
-    server.device.loads.close()
-    request = engine.add(name, PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: request.state is State.LOADING)
-    release_first_slice(engine, server, request)
-    return request
-
-
-def waiting_with_a_lease(engine: Engine, name: str, running_tokens: int) -> tuple[Request, Request]:
-    """A request that was looked up and waits for the blocks of one that runs; and that one.
-
-    The engine needs to be one of 20 blocks.
-    """
-    running = engine.add("running", tokens_of(60, seed=11), running_tokens)
-    engine.step()
-    request = engine.add(name, PROMPT, policy=LAYER_BY_LAYER)
-    assert request.lookup is not None
-    request.lookup.wait(20)
-    engine.step()
-    assert request.state is State.WAITING
-    return request, running
-
-
 def assert_never_written_again(engine: Engine, blocks: Sequence[int]) -> None:
     """These blocks are the engine's: what it puts there stays."""
     engine.memory.poison(blocks)

@@ -23,12 +23,11 @@ from tests.engines.reference.engines import (
     Engine,
     assert_like_a_recompute,
     assert_never_written_again,
-    draining,
     hit,
     pass_slices_layer_by_layer,
+    release_first_slice,
     state_of,
     tokens_of,
-    waiting_with_a_lease,
 )
 from tests.support.server import ServerThread
 from tests.support.wait import PATIENCE_S, eventually
@@ -40,7 +39,10 @@ def test_a_sharer_of_draining_blocks_waits_for_their_slices(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    owner = draining(engine, populated)
+    populated.device.loads.close()
+    owner = engine.add("owner", PROMPT, policy=LAYER_BY_LAYER)
+    engine.step_until(lambda: owner.state is State.LOADING)
+    release_first_slice(engine, populated, owner)
     sharer = engine.add("sharer", SHARED + tokens_of(20, seed=7), 3)
     pass_slices_layer_by_layer(engine, populated, first=1)
     tables: list[tuple[list[int], list[int]]] = []
@@ -74,7 +76,10 @@ def test_a_sharer_fails_with_the_retrieve_of_its_blocks_and_recomputes(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    owner = draining(engine, populated)
+    populated.device.loads.close()
+    owner = engine.add("owner", PROMPT, policy=LAYER_BY_LAYER)
+    engine.step_until(lambda: owner.state is State.LOADING)
+    release_first_slice(engine, populated, owner)
     sharer = engine.add("sharer", SHARED + tokens_of(20, seed=7), 3)
 
     def break_the_link(layer: int) -> None:
@@ -171,7 +176,13 @@ def test_abort_while_waiting_for_blocks_with_a_lease(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(num_blocks=20)
-    request, running = waiting_with_a_lease(engine, "aborted", 30)
+    running = engine.add("running", tokens_of(60, seed=11), 30)
+    engine.step()
+    request = engine.add("aborted", PROMPT, policy=LAYER_BY_LAYER)
+    assert request.lookup is not None
+    request.lookup.wait(20)
+    engine.step()
+    assert request.state is State.WAITING
     assert populated.gauges()["leases"] == 1
     engine.abort(request)
     eventually(lambda: populated.gauges()["leases"] == 0)
@@ -201,7 +212,10 @@ def test_abort_while_running_and_draining(
 ) -> None:
     """The blocks are in the engine's own prefix cache by then, and must leave it."""
     engine = make_engine(num_blocks=40)
-    request = draining(engine, populated, "aborted")
+    populated.device.loads.close()
+    request = engine.add("aborted", PROMPT, policy=LAYER_BY_LAYER)
+    engine.step_until(lambda: request.state is State.LOADING)
+    release_first_slice(engine, populated, request)
     abort_while_held(engine, populated, request)
 
 

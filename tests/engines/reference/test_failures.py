@@ -30,7 +30,6 @@ from tests.engines.reference.engines import (
     populate,
     release_first_slice,
     tokens_of,
-    waiting_with_a_lease,
 )
 from tests.support.server import ServerProcess, ServerThread
 from tests.support.wait import eventually
@@ -99,7 +98,13 @@ def test_a_lease_that_ran_out_while_the_request_waited_for_blocks_ends_in_recomp
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(num_blocks=20)
-    request, running = waiting_with_a_lease(engine, "hit", 5)
+    running = engine.add("running", tokens_of(60, seed=11), 5)
+    engine.step()
+    request = engine.add("hit", PROMPT, policy=LAYER_BY_LAYER)
+    assert request.lookup is not None
+    request.lookup.wait(20)
+    engine.step()
+    assert request.state is State.WAITING
     expire_leases(populated)
     engine.serve(running, request)
     assert request.failures == 1

@@ -61,6 +61,7 @@ class LaminaConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         self._handshake: WorkerHandshake | None = None
         self._stream_of: Any = None
+        self._released: set[str] = set()
         self._report = StepReport()
         try:
             check_supported(vllm_config)
