@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -226,8 +225,12 @@ def test_transfers_whose_ticket_never_comes_are_cancelled_in_the_end(
             protocol.Register(5, "host", GEOMETRY, Pages().page_map, Pages().regions * 1025),
             "1025 regions",
         ),
+        (
+            protocol.Register(5, "host", GEOMETRY, Pages().page_map, Pages().regions, b"d" * 4097),
+            "4097 bytes",
+        ),
     ],
-    ids=["name", "keys", "regions"],
+    ids=["name", "keys", "regions", "description"],
 )
 def test_what_is_too_large_is_refused(
     guest: Stranger, message: protocol.Message, word: str
@@ -302,8 +305,8 @@ def test_a_server_without_descriptors_left_serves_on_and_takes_connections_again
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
     connected_client(socket_path).close()
     before.close()
-    server.send(signal.SIGTERM)
-    assert "cannot take a connection: Too many open files" in server.process.communicate()[1]
+    server.stop()
+    assert "cannot take a connection: Too many open files" in server.said
 
 
 def test_descriptors_that_come_with_later_messages_are_not_kept(

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -80,19 +81,24 @@ class ServerThread:
 
 
 class ServerProcess:
-    """`lamina serve` as a user runs it."""
+    """`lamina serve` as a user runs it. What it says goes to a file: no pipe of it can be full."""
 
     def __init__(self, path: Path, *options: str) -> None:
         self.socket = path
         command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(path), *options]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        with tempfile.TemporaryFile() as log:
+            self._log = os.dup(log.fileno())
+            self.process = subprocess.Popen(command, stderr=log, stdout=log)
+
+    @property
+    def said(self) -> str:
+        """All of its log so far."""
+        return os.pread(self._log, 1 << 24, 0).decode()
 
     def wait_until_serving(self) -> None:
         """Return once it takes connections; the file alone may be a killed server's."""
         eventually(lambda: self._takes_connections() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.communicate()
+        assert self.process.poll() is None, self.said
 
     def _takes_connections(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -106,7 +112,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.send(number)
             self.send(signal.SIGCONT)
-        self.process.communicate(timeout=20)
+        self.process.wait(20)
         return self.process.returncode
 
 

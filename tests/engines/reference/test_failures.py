@@ -235,4 +235,4 @@ def test_a_server_killed_in_mid_retrieve_ends_in_recompute(socket_path: Path) ->
         engine.close()
     finally:
         server.process.kill()
-        server.process.communicate(timeout=20)
+        server.process.wait(20)
