@@ -241,16 +241,30 @@ def test_before_all_waits_for_what_the_layers_have_not_waited_for(
     assert [wait[:2] for wait in device.waits] == [(one.slot, 2)]
 
 
-def test_a_retrieve_whose_slices_were_not_all_waited_for_is_named(
+def test_a_retrieve_of_which_a_layer_ran_without_a_wait_is_named(
     begin: Begin, device: RecordingDevice
 ) -> None:
     settled, one, two = begin(), begin(width=4), begin(width=8)
     land(settled)
     gates = StepGates(device, [Gate(retrieve, 0) for retrieve in (settled, one, two)])
-    assert gates.unwaited() == [one, two]
-    gates.before_layer(3)
-    assert gates.unwaited() == [one]
-    gates.before_layer(4)
+    for layer in reversed(range(8)):
+        assert gates.unwaited() == [one, two]
+        gates.before_layer(layer)
+    assert gates.unwaited() == []
+
+
+@pytest.mark.parametrize("skipped", [0, 3, 7])
+def test_a_layer_that_was_skipped_is_noticed_though_later_slices_were_waited_for(
+    begin: Begin, device: RecordingDevice, skipped: int
+) -> None:
+    retrieve = begin(width=2)
+    gates = StepGates(device, [Gate(retrieve, 0)])
+    for layer in range(8):
+        if layer != skipped:
+            gates.before_layer(layer)
+            gates.before_layer(layer)  # of another micro-batch
+    assert gates.unwaited() == [retrieve]
+    gates.before_all()
     assert gates.unwaited() == []
 
 

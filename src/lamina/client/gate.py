@@ -49,6 +49,9 @@ class StepGates:
         self._failed_before = tuple(gate for gate in gates if gate.retrieve.outcome)
         self._waited = [0] * len(self.gates)
         """How many slices of each gate the stream waits for already."""
+        self._layers: set[int] = set()
+        """Those that said that they are about to run."""
+        self._is_all_waited = False
         self.waited_s = 0.0
         """Time spent in waits: the stall, on a synchronous device."""
 
@@ -58,6 +61,7 @@ class StepGates:
         Slices land in order, so a wait for one is a wait for all before it: a slice is waited for
         at the first of its layers that runs, whatever the order of the layers.
         """
+        self._layers.add(layer)
         for index, gate in enumerate(self.gates):
             needed = gate.retrieve.slice_of(layer) + 1
             if needed > self._waited[index]:
@@ -65,6 +69,7 @@ class StepGates:
 
     def before_all(self) -> None:
         """Wait for everything at once: for a step whose layers cannot be hooked."""
+        self._is_all_waited = True
         for index, gate in enumerate(self.gates):
             if self._waited[index] < len(gate.retrieve.slices):
                 self._wait(index, len(gate.retrieve.slices))
@@ -80,11 +85,17 @@ class StepGates:
         self.waited_s += time.perf_counter() - started
 
     def unwaited(self) -> list[Retrieve]:
-        """Retrieves of which some slice was not waited for: read too early, if they were read."""
+        """Retrieves some layer of which ran without a wait: read too early, if they were read.
+
+        A layer that did not say that it runs may have run before its slice was waited for, whatever
+        was waited for afterwards.
+        """
+        if self._is_all_waited:
+            return []
         return [
             gate.retrieve
-            for gate, waited in zip(self.gates, self._waited, strict=True)
-            if waited < len(gate.retrieve.slices)
+            for gate in self.gates
+            if len(self._layers) < gate.retrieve.slices[-1].end_layer
         ]
 
     def settle(self) -> list[Retrieve]:
