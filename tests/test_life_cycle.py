@@ -186,12 +186,33 @@ class LifeCycle(RuleBasedStateMachine):
         life, load = self.world.loads[number % len(self.world.loads)]
         life.cancel(load)
 
-    @precondition(lambda self: self.world.loads and self.may_happen("deadlines", 2))
+    @precondition(lambda self: self.world.busy and self.may_happen("deadlines", 2))
     @rule(number=st.integers(0, 7))
     def pass_deadlines(self, number: int) -> None:
         self.happened["deadlines"] += 1
-        life, _ = self.world.loads[number % len(self.world.loads)]
-        life.pass_deadlines()
+        self.world.busy[number % len(self.world.busy)].pass_deadlines()
+
+    @precondition(lambda self: self.world.saving and self.may_happen("giving up", 4))
+    @rule(number=st.integers(0, 7))
+    def give_up_stores(self, number: int) -> None:
+        self.happened["giving up"] += 1
+        life = self.world.saving[number % len(self.world.saving)]
+        life.give_up_stores()
+        life.poll()
+
+    @precondition(lambda self: self.may_happen("giving up at the valve", 2))
+    @rule(engine=engines, prompt=prompts)
+    def give_up_what_is_held(self, engine: int, prompt: str) -> None:
+        """What its copies get to see when they pass is something else."""
+        self.happened["giving up at the valve"] += 1
+        self._valve("stores").close()
+        life = self.world.lives[engine]
+        life.poll()
+        life.store(PROMPTS[prompt], 0)
+        life.compute()
+        self.world.settle()
+        life.give_up_stores()
+        life.poll()
 
     @precondition(lambda self: self.world.leased and self.may_happen("expiry", 2))
     @rule()

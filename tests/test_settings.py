@@ -111,6 +111,7 @@ def test_every_setting_can_be_given_as_text() -> None:
             "lamina.connect_timeout_ms": "1",
             "lamina.lookup_timeout_ms": "2",
             "lamina.retrieve_timeout_ms": "3",
+            "lamina.store_timeout_ms": "6",
             "lamina.suspect_after_ms": "4",
             "lamina.reconnect_every_ms": "5",
         }
@@ -120,6 +121,7 @@ def test_every_setting_can_be_given_as_text() -> None:
     assert parsed.connect_timeout_ms == 1
     assert parsed.lookup_timeout_ms == 2
     assert parsed.retrieve_timeout_ms == 3
+    assert parsed.store_timeout_ms == 6
     assert parsed.suspect_after_ms == 4
     assert parsed.reconnect_every_ms == 5
 
@@ -164,6 +166,7 @@ def test_a_malformed_setting_is_refused_by_name(value: object) -> None:
         ("connect_timeout_ms", 0, 1),
         ("lookup_timeout_ms", 0, 1),
         ("retrieve_timeout_ms", -5, 1),
+        ("store_timeout_ms", 0, 1),
         ("suspect_after_ms", 0, 1),
         ("reconnect_every_ms", 0, 1),
         ("release_after_slices", -1, 0),

@@ -7,12 +7,17 @@ array of 64-byte lines (a line is a cache line, so that two writers never share 
     line 1   heartbeat  u64, nanoseconds of the server's monotonic     server
                         clock
     line 2   ticket     u32                                            engine's compute stream
-    line 3+  slots      landed u32, status u32                         server (forced: watchdog)
+    line 3   void       u32, stores of tickets before it are void      engine
+    line 4+  slots      landed u32, status u32                         server (forced: watchdog)
 
 A slot belongs to one transfer in flight. Its `landed` count starts at a base above every earlier
 count of that slot and grows by one a slice; comparisons are cyclic, so it may wrap. `status` says
 why a transfer failed and is written before the count is forced to its end. Counts are single
 aligned 4-byte stores; `fence` orders them against the bytes they announce.
+
+A store only reads the engine's pages, so the engine can give it up without asking: it writes `void`
+and has its pages back. The server reads that word when a store's copies are done, right before
+anybody can find what was copied. Tickets are compared cyclically too.
 """
 
 from __future__ import annotations
@@ -30,10 +35,10 @@ from lamina.errors import BoardError
 
 LINE_BYTES = 64
 MAGIC = 0x44524F42414D414C  # "LAMABORD"
-VERSION = 1
+VERSION = 2
 MAX_SLOTS = 65_536
 _HEADER = struct.Struct("<QII")
-_HEARTBEAT_LINE, _TICKET_LINE, _FIRST_SLOT_LINE = 1, 2, 3
+_HEARTBEAT_LINE, _TICKET_LINE, _VOID_LINE, _FIRST_SLOT_LINE = 1, 2, 3, 4
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64")
 _fence_lock = threading.Lock()
@@ -166,6 +171,37 @@ class Board:
     def ticket(self, value: int) -> None:
         fence()
         self._words[_TICKET_LINE * LINE_BYTES // 4] = value & 0xFFFF_FFFF
+
+    @property
+    def void_before(self) -> int:
+        """Stores whose ticket comes before this one are void."""
+        return self._words[_VOID_LINE * LINE_BYTES // 4]
+
+    def void_stores(self, ticket: int) -> None:
+        """Void all stores up to `ticket`, for good: their pages may change once this returns.
+
+        Engine's thread. Of every two tickets in use, one must be less than 2**31 after the other.
+        """
+        # Whoever copied a changed page must find the word written:
+        #
+        #     engine   write the word, fence, change the pages
+        #     server   copy the pages until that is done, fence, read the word (`is_void`)
+        #
+        # x86 makes stores visible in order and loads in order; elsewhere the fences keep both
+        # orders. GPUs keep them too: a kernel that changes pages is launched after the fence, and
+        # a copy is seen to be done only after it has read.
+        first_valid = (ticket + 1) & 0xFFFF_FFFF
+        if not reached(self.void_before, first_valid):
+            self._words[_VOID_LINE * LINE_BYTES // 4] = first_valid
+        fence()
+
+    def is_void(self, ticket: int) -> bool:
+        """Whether the engine has given up the store of `ticket`: its pages may have changed.
+
+        The server asks after the store's copies are done: a no is then a proof of their bytes.
+        """
+        fence()
+        return not reached(ticket, self.void_before)
 
     def landed(self, slot: int) -> int:
         """The slot's count; everything it announces is visible once this returns."""

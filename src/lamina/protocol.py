@@ -23,7 +23,7 @@ from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -64,16 +64,31 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(Message, frozen=True):
-    """Makes the connection a worker's: its device, what its KV is and where it lies."""
+    """Makes the connection a worker's: its device, what its KV is and where it lies.
+
+    `description` is for the engine's other processes (`Workers`); the server does not look into it.
+    """
 
     device: str
     geometry: Geometry
     page_map: PageMap
     regions: tuple[Region, ...]
+    description: bytes = b""
 
 
 class Registered(Message, frozen=True):
     pass
+
+
+class Workers(Message, frozen=True):
+    """Asks which workers the engine has at this server."""
+
+
+class WorkersKnown(Message, frozen=True):
+    """The descriptions of all connections of the asking one's engine that have registered and
+    stand, in order of registration."""
+
+    descriptions: tuple[bytes, ...]
 
 
 class Lookup(Message, frozen=True):
@@ -129,7 +144,7 @@ class Store(Message, frozen=True):
 
     `parent` is the key of the chunk before the first, empty at the start of a prompt. `block_ids`
     cover the chunks of `keys` exactly. Nothing is copied before the board's ticket reaches
-    `ticket`.
+    `ticket`, and nothing is found of it once the board says that stores up to `ticket` are void.
     """
 
     parent: bytes
@@ -140,7 +155,8 @@ class Store(Message, frozen=True):
 
 class Stored(Message, frozen=True):
     """A store's end: the pages are the engine's. Chunks were `stored`, already `present`, or
-    `dropped` (no room, or their parent is gone)."""
+    `dropped` (no room, or their parent is gone). `status` is a `board.TransferStatus`; of a store
+    that the engine has voided it is `CANCELLED`, and nothing was stored."""
 
     status: int
     stored: int
@@ -217,17 +233,18 @@ class ErrorReply(Message, frozen=True):
 
 
 Request: TypeAlias = (
-    Hello | Register | Lookup | Retrieve | Store | Cancel | EndLease | EndRequest | Ping | GetStats
-    | Clear | EndSession
+    Hello | Register | Workers | Lookup | Retrieve | Store | Cancel | EndLease | EndRequest | Ping
+    | GetStats | Clear | EndSession
 )  # fmt: skip
 Reply: TypeAlias = (
-    Welcome | Registered | Found | Retrieved | Stored | Cancelled | Done | Pong | Stats | Cleared
-    | ErrorReply
+    Welcome | Registered | WorkersKnown | Found | Retrieved | Stored | Cancelled | Done | Pong
+    | Stats | Cleared | ErrorReply
 )  # fmt: skip
 
 REPLY_OF: dict[type[Message], type[Message]] = {
     Hello: Welcome,
     Register: Registered,
+    Workers: WorkersKnown,
     Lookup: Found,
     Retrieve: Retrieved,
     Store: Stored,

@@ -95,13 +95,15 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A lookup that takes longer counts as a miss."""
     retrieve_timeout_ms: int = 10_000
     """A retrieve that takes longer counts as failed; its pages stay pinned until acknowledged."""
+    store_timeout_ms: int = 10_000
+    """A store that takes longer is given up: nothing of it is found, its pages are free at once."""
     suspect_after_ms: int = 50
     """A server whose heartbeat is older gets no new lookups; raise it on a busy small host."""
     reconnect_every_ms: int = 500
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket)
-        for name in ("connect", "lookup", "retrieve"):
+        for name in ("connect", "lookup", "retrieve", "store"):
             _at_least(f"{name}_timeout_ms", getattr(self, f"{name}_timeout_ms"), 1)
         _at_least("suspect_after_ms", self.suspect_after_ms, 1)
         _at_least("reconnect_every_ms", self.reconnect_every_ms, 1)

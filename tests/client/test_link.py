@@ -5,150 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from lamina import protocol
 from lamina.board import Board
-from lamina.client import Client
 from lamina.client.connection import Connection
-from lamina.devices.host import HostWorkerDevice
-from lamina.errors import DeviceError, ErrorCode, ServerUnavailableError
-from lamina.linux import wait_readable
-from lamina.settings import ClientSettings
-from tests.e2e.strangers import Pages, open_fds
-from tests.support.worker import BLOCKS_PER_CHUNK, ids
+from lamina.errors import ErrorCode, ServerUnavailableError
+from tests.e2e.strangers import open_fds
+from tests.support.played import RECONNECT_EVERY_S, Greeted, World
 
-RECONNECT_EVERY_S = 0.5
-KEY = bytes(32)
 DESCRIPTORS = 4
 """Of a connection: the board and its mapping, the socket, the server's pidfd."""
-
-
-class BoardsDevice(HostWorkerDevice):
-    """Notes which boards are attached; fails while it is told to."""
-
-    def __init__(self) -> None:
-        self.attached: list[Board] = []
-        self.calls = 0
-        self.is_failing = False
-
-    def attach(self, board: Board) -> None:
-        self.calls += 1
-        if self.is_failing:
-            raise DeviceError("the board cannot be pinned", "Raise the limit")
-        self.attached.append(board)
-
-    def detach(self, board: Board) -> None:
-        self.calls += 1
-        self.attached.remove(board)
-
-
-class Greeted:
-    """The server's end of one connection."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._socket.settimeout(20)
-        self._frames = protocol.FrameBuffer()
-        _, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 1)
-        self.board = Board.attach(fds[0])
-
-    def expect(self, kind: type[protocol.Message]) -> int:
-        """The number of the next request, which is one of `kind`."""
-        header = self._socket.recv(protocol.FRAME_HEADER_BYTES, socket.MSG_WAITALL)
-        body = self._socket.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
-        (frame,) = self._frames.feed(header + body)
-        request = protocol.decode_request(frame)
-        assert isinstance(request, kind)
-        return request.id
-
-    def has_been_sent_nothing(self) -> bool:
-        return not wait_readable(self._socket.fileno(), 0.0)
-
-    def reply(self, reply: protocol.Message) -> None:
-        self._socket.sendall(protocol.encode(reply))
-
-    def refuse(self, number: int, code: ErrorCode) -> None:
-        self.reply(protocol.ErrorReply(number, code, "the test refuses", "Ask again"))
-
-    def welcome(self, server_clock_ns: int | None = None) -> None:
-        """Answer Hello, with our clock unless told otherwise; the heart beats at that moment."""
-        number = self.expect(protocol.Hello)
-        clock_ns = time.monotonic_ns() if server_clock_ns is None else server_clock_ns
-        self.board.heartbeat_ns = clock_ns
-        self.reply(protocol.Welcome(number, "test", 64, 60.0, clock_ns, 7))
-
-    def close(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._socket.close()
-            self.board.close()
-
-
-class World:
-    """A client with KV memory and the server that it finds, in virtual time."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir()
-        self.path = path
-        self.now_s = 0.0
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(os.fspath(path))
-        self._listening.listen(8)
-        self._listening.settimeout(20)
-        self.device = BoardsDevice()
-        settings = ClientSettings(
-            socket=path,
-            reconnect_every_ms=int(RECONNECT_EVERY_S * 1000),
-            suspect_after_ms=60_000,
-            connect_timeout_ms=1,
-        )
-        self.client = Client(settings, self.device, "test", clock=lambda: self.now_s)
-        pages = Pages()
-        self.client.register(pages.geometry, pages.page_map, pages.regions)
-        self._greeted: list[Greeted] = []
-
-    def accept(self) -> Greeted:
-        """Let the client connect."""
-        self.now_s += RECONNECT_EVERY_S
-        self.client.poll()
-        while True:
-            sock, _ = self._listening.accept()
-            if sock.recv(1, socket.MSG_PEEK):
-                break
-            sock.close()  # given up before anything was said
-        self._greeted.append(Greeted(sock))
-        return self._greeted[-1]
-
-    def serve(self) -> Greeted:
-        """The same, up to being usable."""
-        server = self.accept()
-        server.welcome()
-        self.client.poll()
-        server.reply(protocol.Registered(server.expect(protocol.Register)))
-        self.client.poll()
-        return server
-
-    def heartbeat_age_s(self) -> float:
-        assert self.client._link is not None
-        return self.client._link.connection.heartbeat_age_s()
-
-    def close(self) -> None:
-        self.client.close()
-        for greeted in self._greeted:
-            greeted.close()
-        self._listening.close()
-
-
-@pytest.fixture
-def world(socket_path: Path) -> Iterator[World]:
-    world = World(socket_path)
-    yield world
-    world.close()
 
 
 @contextlib.contextmanager
@@ -259,7 +129,7 @@ def test_a_server_that_refuses_us_costs_the_device_nothing(
 def lose_with_a_store_in_flight(world: World) -> Greeted:
     """A second connection, which has been asked about the first."""
     first = world.serve()
-    assert world.client.store(b"", [KEY], [ids(range(BLOCKS_PER_CHUNK))], 0) is not None
+    world.store()
     first.close()
     world.client.poll()
     second = world.serve()

@@ -66,7 +66,8 @@ class World:
         return self.transfers.retrieve(**{**options, **changes})
 
     def store(self) -> Store:
-        return self.transfers.store(b"", [KEY], [ids([0, 1, 2, 3])], 1)
+        ticket = self.transfers.next_ticket()
+        return self.transfers.store(b"", [KEY], [ids([0, 1, 2, 3])], ticket, DEADLINE_S)
 
     def next_request(self) -> protocol.Request:
         """The next that the client has sent."""
@@ -152,11 +153,11 @@ def test_a_retrieve_asks_for_what_it_was_given(world: World) -> None:
 
 def test_a_store_asks_for_what_it_was_given(world: World) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
-    store = world.transfers.store(KEY, keys, [ids(list(range(8)))], ticket=6)
+    store = world.transfers.store(KEY, keys, [ids(list(range(8)))], 6, DEADLINE_S)
     request = world.next_request()
     packed = (protocol.pack_block_ids(ids(list(range(8)))),)
     assert request == protocol.Store(request.id, KEY, tuple(keys), packed, 6)
-    assert store.chunks == 2
+    assert (store.chunks, store.ticket, store.deadline_s) == (2, 6, DEADLINE_S)
 
 
 def test_a_retrieve_goes_from_in_flight_to_landed_to_acknowledged(world: World) -> None:
@@ -412,6 +413,35 @@ def test_tickets_count_up_and_wrap_at_32_bits(world: World) -> None:
     assert [world.transfers.next_ticket() for _ in range(3)] == [1, 2, 3]
     world.transfers._tickets = 2**32 - 2
     assert [world.transfers.next_ticket() for _ in range(3)] == [2**32 - 1, 0, 1]
+
+
+def test_no_fresh_store_is_void_however_far_tickets_have_come(world: World) -> None:
+    """Half way round from the last that was given up, and past the wrap, without one since."""
+    world.store()
+    assert world.transfers.give_up_stores() == 1
+    step = 2**30 - 1
+    for number, ticket in enumerate(range(step, 6 * 2**32, step)):
+        world.transfers._tickets = (ticket - 1) & 0xFFFF_FFFF
+        store = world.store()
+        assert store.ticket == ticket & 0xFFFF_FFFF
+        assert not world.servers_board.is_void(store.ticket)
+        assert world.transfers.give_up_stores(DEADLINE_S - 1) == 0
+        if number % 10:
+            world.transfers.stores.clear()  # it has ended
+        else:
+            assert world.transfers.give_up_stores() == 1
+            assert world.servers_board.is_void(store.ticket)
+
+
+def test_stores_on_both_sides_of_the_wrap_are_given_up_together(world: World) -> None:
+    for tickets in (2**30, 2**31, 3 * 2**30, 2**32 - 3):
+        world.transfers._tickets = tickets
+        world.transfers.next_ticket()
+    stores = [world.store() for _ in range(4)]
+    assert [store.ticket for store in stores] == [2**32 - 1, 0, 1, 2]
+    assert world.transfers.give_up_stores() == 4
+    assert [world.servers_board.is_void(store.ticket) for store in stores] == [True] * 4
+    assert not world.servers_board.is_void(world.store().ticket)
 
 
 @pytest.mark.parametrize("width", [0, LAYERS + 1])

@@ -47,6 +47,7 @@ from tests.support.worker import PageWorker, ids, random_keys, small_geometry
         protocol.EndLease(5, 1),
         protocol.EndRequest(5, "r"),
         protocol.Clear(5),
+        protocol.Workers(5),
         Pages().register(5),
     ],
     ids=lambda message: type(message).__name__,

@@ -58,7 +58,7 @@ class FaultEngine(Remote):
         super().__init__(_main, wanted, name, self.ahead_s, self.is_waiting)
 
     def pass_deadlines(self) -> None:
-        """Let the time of every retrieve in flight run out."""
+        """Let the time of every transfer in flight run out."""
         self.ahead_s.value += 60.0
 
     def state(self, request: str) -> State:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.faults.engine import NUM_BLOCKS
 from tests.faults.scene import HIT_TOKENS, Scene
+from tests.support.wait import eventually
 
 SEED, AHEAD = 5, 6
 """Of the prompt whose store is followed, and of one before it in the lane's queue."""
@@ -91,7 +93,7 @@ def test_the_server_is_killed(scene: Scene, stage: Stage) -> None:
 
 
 def test_the_server_stops_and_goes_on(scene: Scene, stage: Stage) -> None:
-    """Row 49: a request never waits for its store; the blocks wait for the server."""
+    """Row 49: a request never waits for its store; the blocks do, until its deadline."""
     scene.server.send(signal.SIGSTOP)
     scene.engine.call("serve", "save")
     assert held_blocks(scene) >= HIT_TOKENS // 16
@@ -124,6 +126,32 @@ def test_the_engine_stops_and_goes_on(scene: Scene, stage: Stage) -> None:
     scene.engine.call("serve", "save")
     scene.check_hits(scene.engine, SEED)
     assert scene.server.totals()["stores_failed"] == 0
+
+
+@pytest.mark.parametrize("reach", STAGES, ids=lambda stage: stage.__name__)
+def test_the_server_stops_past_the_stores_deadline(scene: Scene, reach: Stage) -> None:
+    """Row 49: the engine has its blocks back and fills all of them with other prompts; what it can
+    find when the server goes on was stored before, or anew, and is right."""
+    scene.engine = engine = scene.start_engine("impatient", suspect_after_ms=50)
+    reach(scene)
+    scene.server.send(signal.SIGSTOP)
+    for name in ("save", "ahead") if reach is queued else ("save",):
+        engine.call("serve", name)
+    assert held_blocks(scene) >= HIT_TOKENS // 16
+    engine.pass_deadlines()
+    engine.call("step")
+    assert held_blocks(scene) == 0
+    eventually(lambda: not engine.call("is_usable"))
+    for seed in range(20, 20 + NUM_BLOCKS * 16 // HIT_TOKENS):
+        assert engine.call("hit", f"uncached {seed}", seed) == 0
+    assert str(engine.call("lines")).count("has given up") == 1
+    scene.server.send(signal.SIGCONT)
+    scene.open_all()
+    scene.wait_for_gauges(queued_transfers=0, arena_reserved_bytes=0)
+    eventually(lambda: engine.call("is_usable"))
+    found = engine.call("hit", "hit", SEED)
+    assert found in ((0, HIT_TOKENS) if reach is committed_but_not_answered else (0,))
+    scene.check_hits(engine, SEED)
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt", "serve"])

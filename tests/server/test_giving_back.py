@@ -10,7 +10,7 @@ import pytest
 from lamina.board import Board
 from lamina.devices.base import CopyStream, Direction, EngineMemory
 from lamina.devices.host import HostMemory, HostServerDevice
-from lamina.errors import DeviceError, RequestRefusedError
+from lamina.errors import DeviceError, PeerGoneError, RequestRefusedError
 from lamina.linux import Peer
 from lamina.protocol import Region
 from tests.e2e.strangers import open_fds
@@ -87,6 +87,29 @@ def begin_load(worker: PageWorker) -> None:
 def begin_store(worker: PageWorker) -> None:
     ticket = worker.client.write_ticket()
     assert worker.client.store(b"", random_keys(1), [ids(range(4))], ticket) is not None
+
+
+@pytest.mark.parametrize("begin", [begin_load, begin_store])
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [(FAULT, ["failed: the device failed. Mend it"]), (PeerGoneError("it died", "Restart it"), [])],
+)
+def test_a_failed_copy_is_logged_unless_its_engine_has_died(
+    server: ServerThread,
+    worker: PageWorker,
+    caplog: pytest.LogCaptureFixture,
+    begin: Callable[[PageWorker], None],
+    error: DeviceError,
+    lines: list[str],
+) -> None:
+    """A line for each of a dead engine's thousand retrieves fills a pipe that nobody reads, and
+    then stops the server."""
+    (server.device.loads if begin is begin_load else server.device.stores).fail_next(error)
+    begin(worker)
+    worker.wait(lambda: not worker.client.transfers_in_flight)
+    logged = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(logged) == len(lines)
+    assert all(message.endswith(line) for message, line in zip(logged, lines, strict=True))
 
 
 @pytest.mark.parametrize("begin", [begin_load, begin_store])

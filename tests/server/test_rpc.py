@@ -39,6 +39,7 @@ def test_the_service_has_a_handler_for_every_request() -> None:
     assert {request.__name__: handler.__name__ for request, handler in handlers.items()} == {
         "Hello": "hello",
         "Register": "register",
+        "Workers": "workers",
         "Lookup": "lookup",
         "Retrieve": "retrieve",
         "Store": "store",

@@ -187,8 +187,8 @@ class Conversations(RuleBasedStateMachine):
     def say_something_else(self, data: st.DataObject) -> None:
         engine = self.engine(data)
         said = data.draw(st.sampled_from([protocol.Clear(0), protocol.GetStats(0),
-                                          protocol.Hello(0, "three", ""), engine.pages.register(0)
-                                          ]))  # fmt: skip
+                                          protocol.Hello(0, "three", ""), protocol.Workers(0),
+                                          engine.pages.register(0)]))  # fmt: skip
         engine.ask(type(said), *list(msgspec.structs.astuple(said))[1:])
 
     @precondition(lambda self: self.engines)
@@ -196,6 +196,15 @@ class Conversations(RuleBasedStateMachine):
     def compute(self, data: st.DataObject, ticket: int) -> None:
         board = self.engine(data).stranger.board
         board.ticket = max(board.ticket, ticket)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), name=st.sampled_from("ghi"), ticket=st.integers(1, LAST_TICKET))
+    def give_up_stores(self, data: st.DataObject, name: str, ticket: int) -> None:
+        """One of a chunk that is seldom there, and all up to it."""
+        engine = self.engine(data)
+        packed = (protocol.pack_block_ids(ids(range(BLOCKS_PER_CHUNK))),)
+        engine.ask(protocol.Store, b"", tuple(chain(name)), packed, ticket)
+        engine.stranger.board.void_stores(ticket)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
@@ -235,5 +244,6 @@ def test_random_conversations() -> None:
             totals = server.totals()
             assert totals["retrieves"] - totals["retrieves_failed"] > 5, "hardly a conversation"
             assert totals["stored_chunks"] > 20
+            assert totals["stores_void"] > 5
         finally:
             server.stop()

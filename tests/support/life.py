@@ -200,9 +200,16 @@ class Life:
         self._pass_time(self.worker.client.settings.lookup_timeout_ms)
         assert lookup.result == MISS
 
+    def give_up_stores(self) -> None:
+        """As an engine does that resets its caches."""
+        self.worker.client.give_up_stores()
+        assert all(save.store.is_over for save in self.saves)
+
     def pass_deadlines(self) -> None:
-        """Let the time of all retrieves in flight run out, and wait until they have failed."""
-        self._pass_time(self.worker.client.settings.retrieve_timeout_ms)
+        """Let the time of all transfers in flight run out: retrieves fail, and stores are over at
+        the next poll."""
+        settings = self.worker.client.settings
+        self._pass_time(max(settings.retrieve_timeout_ms, settings.store_timeout_ms))
         eventually(lambda: all(load.retrieve.outcome is not None for load in self.loads))
 
     def poll(self) -> None:
@@ -296,6 +303,8 @@ class World:
         """Chunks that were ever sent: no other can be found."""
         self.ended = dict.fromkeys(TransferStatus, 0)
         """Transfers of engines that lived to see them end."""
+        self.given_up = 0
+        """Stores that engines gave up."""
         self._faults = 0
         self._sessions: list[Session] = []
         self._kept: set[bytes] = set()  # stored, and nothing was evicted since
@@ -307,6 +316,11 @@ class World:
     def loads(self) -> list[tuple[Life, Load]]:
         """Every retrieve whose pages are not the engine's again."""
         return [(life, load) for life in self.lives for load in life.loads]
+
+    @property
+    def saving(self) -> list[Life]:
+        """Every engine with a store whose pages are not its own again."""
+        return [life for life in self.lives if life.saves]
 
     @property
     def busy(self) -> list[Life]:
@@ -330,6 +344,8 @@ class World:
     def die(self, life: Life) -> None:
         """The engine's connection ends without a word; another engine takes its place."""
         life.worker.client.close()
+        for save in life.saves:
+            life.worker.poison(save.blocks)
         self._dead.append(life)  # its memory stays mapped: the server may still write to it
         self.lives[self.lives.index(life)] = self._new_life()
 
@@ -358,7 +374,10 @@ class World:
         self.server.on_loop(self.server.server.index.clear)
 
     def note_stored(self, save: Save) -> None:
-        """A store's reply has come."""
+        """A store's reply has come, or it was given up: then it may be stored all the same."""
+        if save.store.given_up:
+            self.given_up += 1
+            return
         ended = save.store.ended
         assert ended is not None
         assert ended.stored + ended.present + ended.dropped == len(save.keys)

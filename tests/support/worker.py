@@ -41,6 +41,9 @@ class PageWorker:
         geometry: Geometry | None = None,
         blocks: int = 64,
         clock: Callable[[], float] = time.monotonic,
+        engine: str | None = None,
+        description: bytes = b"",
+        device: HostWorkerDevice | None = None,
         **settings: Any,
     ) -> None:
         self.geometry = geometry or small_geometry()
@@ -52,9 +55,10 @@ class PageWorker:
         settings = {"suspect_after_ms": 5_000, "lookup_timeout_ms": 5_000, **settings}
         self.client = Client(
             ClientSettings(socket=socket, **settings),
-            HostWorkerDevice(),
+            device or HostWorkerDevice(),
             "worker",
-            clock=clock,
+            engine,
+            clock,
         )
         page_map = PageMap(
             (blocks,),
@@ -69,7 +73,7 @@ class PageWorker:
         regions = [
             self.client.device.export(pages.ctypes.data, pages.nbytes) for pages in self.pages
         ]
-        self.client.register(self.geometry, page_map, regions)
+        self.client.register(self.geometry, page_map, regions, description)
         self.client.connect()
 
     def fill(self, block_ids: Sequence[int], seed: int = 0) -> None:
@@ -89,9 +93,16 @@ class PageWorker:
 
     def save(self, keys: Sequence[bytes], block_ids: Sequence[int], parent: bytes = b"") -> Store:
         """Store full chunks and wait for the end."""
+        store = self.begin_save(keys, block_ids, parent)
+        self.wait(lambda: store.is_over)
+        return store
+
+    def begin_save(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], parent: bytes = b""
+    ) -> Store:
+        """Begin to store full chunks."""
         store = self.client.store(parent, keys, [ids(block_ids)], self.client.write_ticket())
         assert store is not None
-        self.wait(lambda: store.is_over)
         return store
 
     def load(

@@ -7,6 +7,7 @@
     retrieve = client.retrieve(...)                   # with a Gate and StepGates around it
     store = client.store(...)                         # pages are pinned until store.is_over
     client.end_request(request)
+    client.workers(count)                             # what the engine's workers say of themselves
 
 `poll`, called at every engine step, reads replies and reconnects. Without a server every lookup is
 a miss and every store is dropped: a cache, not a dependency. All calls are for the engine's
@@ -26,6 +27,7 @@ from lamina.client.link import Link, Memory
 from lamina.client.lookup import Lookup
 from lamina.client.transfers import Retrieve, Store, Transfers
 from lamina.client.watchdog import Watchdog
+from lamina.client.workers import Workers
 from lamina.devices.base import WorkerDevice
 from lamina.errors import (
     LaminaError,
@@ -68,14 +70,23 @@ class Client:
         self._last_trouble = ""
         self._quarantined_since_s: float | None = None
         self._is_alarmed = False
+        self._are_stores_late = False
+        self._workers = Workers(settings.reconnect_every_ms / 1000)
         self._watchdog = Watchdog(self._in_flight, clock)
 
-    def register(self, geometry: Geometry, page_map: PageMap, regions: Iterable[Region]) -> None:
+    def register(
+        self,
+        geometry: Geometry,
+        page_map: PageMap,
+        regions: Iterable[Region],
+        description: bytes = b"",
+    ) -> None:
         """Say what the engine's KV is and where it lies; before the first `connect` or `poll`.
 
-        Raises `GeometryError` or `SettingsError` when it cannot be served.
+        `description`, at most 4096 bytes, is what the engine's other processes get to know of this
+        worker (`workers`). Raises `GeometryError` or `SettingsError` when it cannot be served.
         """
-        memory = Memory(geometry, page_map, tuple(regions))
+        memory = Memory(geometry, page_map, tuple(regions), description)
         page_map.check(geometry, [region.nbytes for region in memory.regions])
         width, layers = self.settings.layerwise_overlap, len(geometry.layers)
         if width != AUTO and width > layers:
@@ -136,6 +147,26 @@ class Client:
             )
         return reply
 
+    def workers(self, count: int) -> tuple[bytes, ...] | None:
+        """What the workers of this engine say of themselves, in order of registration; None until
+        at least `count` have registered at the server. Never blocks; `poll` reads the answer."""
+        connection = self._link.connection if self._link and self.is_usable else None
+        return self._workers.known(count, connection, self._clock())
+
+    def wait_for_workers(self, count: int, timeout_s: float) -> tuple[bytes, ...] | None:
+        """The same, waiting up to `timeout_s` of real time. For an engine's start."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self.poll()
+            known, left_s = self.workers(count), until_s - time.monotonic()
+            if known is not None or left_s <= 0:
+                return known
+            pause_s = min(left_s, self.settings.reconnect_every_ms / 1000)
+            if self._link is not None:
+                self._link.connection.wait(pause_s)
+            else:
+                time.sleep(pause_s)
+
     @property
     def is_usable(self) -> bool:
         """Whether a lookup makes sense: the server took us and its heart beats."""
@@ -165,12 +196,13 @@ class Client:
 
     @property
     def transfers_in_flight(self) -> int:
-        """Retrieves and stores whose end the server has not acknowledged, given up or not."""
-        open_transfers = [link.transfers for link in [self._link, *self._lost] if link is not None]
-        return sum(len(t.retrieves) + len(t.stores) for t in open_transfers if t is not None)
+        """Retrieves whose end the server has not acknowledged, given up or not, and stores that
+        are not over."""
+        return sum(len(t.retrieves) + len(t.stores) for t in self._open_transfers())
 
     def poll(self) -> None:
-        """Read replies, notice a lost server, reconnect when it is time. Never blocks."""
+        """Read replies, give up stores past their deadline, notice a lost server, reconnect when it
+        is time. Never blocks."""
         link = self._link
         if link is not None:
             link.connection.pump()
@@ -179,6 +211,7 @@ class Client:
                 self._drop_link()
         elif self._clock() >= self._next_attempt_s:
             self._reconnect()
+        self._give_up_late_stores()
         for lost in list(self._lost):
             successor = link.connection if link is not None and link.is_open else None
             lost.reap(successor, self._clock())
@@ -229,9 +262,18 @@ class Client:
     def store(
         self, parent: bytes, keys: Sequence[bytes], block_ids: Sequence[BlockIds], ticket: int
     ) -> Store | None:
-        """Begin to store full chunks after `ticket`; None when there is no server."""
+        """Begin to store full chunks after `ticket`, written since the last `poll`; None when there
+        is no server. It is over after `store_timeout_ms` at the latest, at the next `poll`."""
         transfers = self._transfers()
-        return transfers.store(parent, keys, block_ids, ticket) if transfers else None
+        if transfers is None:
+            return None
+        deadline_s = self._clock() + self.settings.store_timeout_ms / 1000
+        return transfers.store(parent, keys, block_ids, ticket, deadline_s)
+
+    def give_up_stores(self) -> int:
+        """Give up every store in flight: it is over, and what of it is not found yet never will be.
+        Returns how many. For an engine that resets its caches."""
+        return sum(transfers.give_up_stores() for transfers in self._open_transfers())
 
     def write_ticket(self, stream: Any = None) -> int:
         """A ticket that is reached once everything enqueued on the compute stream is done."""
@@ -252,8 +294,10 @@ class Client:
         self._send(lambda number: protocol.EndLease(number, lease))
 
     def close(self) -> None:
-        """End the connection and the watchdog; the engine's memory must outlive open transfers."""
+        """End the connection and the watchdog, and give up all stores; the engine's memory must
+        outlive open retrieves."""
         self._watchdog.stop()
+        self.give_up_stores()
         if self._link is not None:
             self._drop_link()
         for link in self._lost:
@@ -263,15 +307,20 @@ class Client:
     def _transfers(self) -> Transfers | None:
         return self._link.transfers if self._link is not None and self._link.is_open else None
 
+    def _open_transfers(self) -> Iterator[Transfers]:
+        """Of this connection and of lost ones; also called by the watchdog's thread."""
+        for link in [self._link, *self._lost]:
+            if link is not None and link.transfers is not None:
+                yield link.transfers
+
     def _send(self, make: Callable[[int], protocol.Message]) -> None:
         if self._link is not None and not self._link.connection.is_lost:
             self._link.connection.call(make, lambda _: None)
 
     def _in_flight(self) -> Iterator[Retrieve]:
         """Every retrieve not yet acknowledged; also called by the watchdog's thread."""
-        for link in [self._link, *self._lost]:
-            if link is not None and link.transfers is not None:
-                yield from list(link.transfers.retrieves.values())
+        for transfers in self._open_transfers():
+            yield from list(transfers.retrieves.values())
 
     def _new_link(self) -> Link:
         return Link(self.settings, self.device, self.engine, self.label, self._memory)
@@ -303,6 +352,23 @@ class Client:
         elif self._last_trouble and self.is_usable:
             log.info("%s has its cache back", self.label)
             self._last_trouble = ""
+
+    def _give_up_late_stores(self) -> None:
+        """Say so once, and again only after a store has succeeded."""
+        late = 0
+        for transfers in self._open_transfers():
+            self._are_stores_late &= not transfers.take_stored()
+            late += transfers.give_up_stores(self._clock())
+        if late and not self._are_stores_late:
+            self._are_stores_late = True
+            log.warning(
+                "%s has given up %d stores that were not done in %d ms: the server is stopped or "
+                "starved, or its link is busy. Continue it, give it a core, or raise "
+                "lamina.store_timeout_ms",
+                self.label,
+                late,
+                self.settings.store_timeout_ms,
+            )
 
     def _alarm(self) -> None:
         """Say so when pages stay quarantined, once each time, and when they are back."""

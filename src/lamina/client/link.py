@@ -25,11 +25,13 @@ BOARD_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Memory:
-    """What a worker registers: what its KV is, where it lies, and in which allocations."""
+    """What a worker registers: what its KV is, where it lies, in which allocations, and what it
+    says of itself to its engine's other processes."""
 
     geometry: Geometry
     page_map: PageMap
     regions: tuple[Region, ...]
+    description: bytes
 
 
 class Link:
@@ -127,7 +129,9 @@ class Link:
         self._device.admit(self.connection.server)
         name = self._device.name
         self.connection.call(
-            lambda n: protocol.Register(n, name, memory.geometry, memory.page_map, memory.regions),
+            lambda n: protocol.Register(
+                n, name, memory.geometry, memory.page_map, memory.regions, memory.description
+            ),
             self._registered,
         )
 

@@ -6,10 +6,17 @@ waits are ended, its request has failed): its pages and its slot stay taken all 
 
     in flight ──▶ all landed ──────────────▶ acknowledged: slot and pages are free
         └──────▶ forced (time-out, death) ──▶    "
+
+A store only reads its pages. The board's word that it is void gives it up: then its pages are free
+at once, because the server publishes nothing of what it read, whether or not it is heard of again.
+
+    in flight ──▶ acknowledged: pages are free, its chunks are found
+        └──────▶ given up: pages are free, its chunks are found if they were before
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,6 +24,10 @@ from lamina import protocol
 from lamina.board import Board, TransferStatus, reached
 from lamina.client.connection import Connection
 from lamina.geometry import BlockIds, Geometry, Slice
+
+_MAX_TICKETS = 1 << 30
+"""A store as many tickets old is void: so the board's word about that keeps up with tickets that
+wrap at 2**32, and no fresh one looks void. None is ever so old, by its deadline."""
 
 
 class Retrieve:
@@ -112,9 +123,14 @@ class Retrieve:
 class Store:
     """One store; the pages are the engine's again once `is_over`."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, ticket: int, deadline_s: float) -> None:
         self.chunks = chunks
+        self.ticket = ticket
+        self.deadline_s = deadline_s
         self.ended: protocol.Stored | None = None
+        """The server's account of it, once it came; late, if the store was given up."""
+        self.given_up = False
+        """Whether the engine did not wait for its end. It is over all the same."""
         self.is_over = False
 
 
@@ -130,7 +146,9 @@ class Transfers:
         self.retrieves: dict[int, Retrieve] = {}
         """In flight or given up, by slot, until acknowledged. The watchdog reads it."""
         self.stores: set[Store] = set()
+        """Those that are not over."""
         self._tickets = 0
+        self._has_stored = False
 
     @property
     def has_free_slot(self) -> bool:
@@ -138,12 +156,13 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every transfer is over and acknowledged."""
+        """Whether every retrieve is over and acknowledged, and every store over."""
         return not self.retrieves and not self.stores
 
     def next_ticket(self) -> int:
         """The number of the next ticket of this board."""
         self._tickets = (self._tickets + 1) & 0xFFFF_FFFF
+        self._board.void_stores(self._tickets - _MAX_TICKETS)
         return self._tickets
 
     def retrieve(
@@ -198,10 +217,15 @@ class Transfers:
             )
 
     def store(
-        self, parent: bytes, keys: Sequence[bytes], block_ids: Sequence[BlockIds], ticket: int
+        self,
+        parent: bytes,
+        keys: Sequence[bytes],
+        block_ids: Sequence[BlockIds],
+        ticket: int,
+        deadline_s: float,
     ) -> Store:
         """Begin a store; see `protocol.Store`."""
-        store = Store(len(keys))
+        store = Store(len(keys), ticket, deadline_s)
         self.stores.add(store)
         packed = tuple(protocol.pack_block_ids(ids) for ids in block_ids)
         self._connection.call(
@@ -209,6 +233,28 @@ class Transfers:
             lambda reply: self._store_ended(store, reply),
         )
         return store
+
+    def give_up_stores(self, now_s: float = math.inf) -> int:
+        """Give up the stores whose deadline is `now_s` or before; returns how many.
+
+        With or without the connection. Those with an earlier ticket go with them, whatever their
+        deadline: the board has one word for all, and what it voids must be given up, no less.
+        """
+        overdue = [store for store in self.stores if store.deadline_s <= now_s]
+        if not overdue:
+            return 0
+        latest = min(overdue, key=lambda store: (self._tickets - store.ticket) & 0xFFFF_FFFF)
+        self._board.void_stores(latest.ticket)
+        given_up = [store for store in self.stores if self._board.is_void(store.ticket)]
+        for store in given_up:
+            store.given_up = store.is_over = True
+            self.stores.remove(store)
+        return len(given_up)
+
+    def take_stored(self) -> bool:
+        """Whether a store has succeeded, in time, since this was asked last."""
+        has_stored, self._has_stored = self._has_stored, False
+        return has_stored
 
     def reap(self) -> None:
         """End everything if the server has died. For a connection that was lost."""
@@ -246,5 +292,6 @@ class Transfers:
             return
         if isinstance(reply, protocol.Stored):
             store.ended = reply
+            self._has_stored |= not reply.status and not store.given_up
         store.is_over = True
         self.stores.discard(store)

@@ -23,6 +23,8 @@ class Counters:
     first_slice_us: int = 0
     stores: int = 0
     stores_failed: int = 0
+    stores_void: int = 0
+    """Given up by their engine before they were whole or found; not counted as failed."""
     stored_chunks: int = 0
     present_chunks: int = 0
     dropped_chunks: int = 0

@@ -19,6 +19,8 @@ MAX_NAME_CHARS = 1024
 """Of a request's name, which users may choose."""
 MAX_REGIONS = 1024
 """Allocations that a worker registers; opening one takes a few microseconds."""
+MAX_DESCRIPTION_BYTES = 4096
+"""Of a worker, for its engine's other processes: those of all sessions fit into one frame."""
 MAX_LEASES = 8192
 """Per session. More requests than that wait for their turn as misses."""
 MAX_LEASED_CHUNKS = 1 << 20
@@ -74,6 +76,16 @@ def check_regions(request: protocol.Register) -> None:
         raise refuse(
             f"the KV lies in {len(request.regions)} regions; {MAX_REGIONS} are allowed",
             "Export whole allocations",
+        )
+
+
+def check_description(description: bytes) -> None:
+    """What a worker says of itself to its engine's other processes."""
+    if len(description) > MAX_DESCRIPTION_BYTES:
+        raise refuse(
+            f"the worker's description has {len(description)} bytes; "
+            f"{MAX_DESCRIPTION_BYTES} are allowed",
+            "Send what it describes by another way",
         )
 
 

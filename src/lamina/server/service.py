@@ -15,11 +15,14 @@ from functools import partial
 from typing import TypeVar
 
 from lamina import __version__, protocol
+from lamina.board import TransferStatus
 from lamina.copies import CopyPlan
 from lamina.errors import (
     CopyDeniedError,
+    DeviceError,
     ErrorCode,
     GeometryError,
+    PeerGoneError,
     RequestRefusedError,
 )
 from lamina.geometry import check_block_ids
@@ -90,6 +93,7 @@ class Service:
                 "Register once per connection; reconnect to register anew",
             )
         limits.check_regions(request)
+        limits.check_description(request.description)
         geometry = request.geometry
         try:
             self._check_chunk(geometry.chunk_tokens, geometry.chunk_bytes)
@@ -108,8 +112,13 @@ class Service:
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        session.worker = Worker(geometry, request.page_map, memory, *lanes)
+        worker = Worker(geometry, request.page_map, memory, *lanes, request.description)
+        self._sessions.register(session, worker)
         return protocol.Registered(request.id)
+
+    def workers(self, session: Session, request: protocol.Workers) -> protocol.WorkersKnown:
+        workers = self._sessions.workers_of(session.need_hello())
+        return protocol.WorkersKnown(request.id, tuple(w.description for w in workers))
 
     def lookup(self, session: Session, request: protocol.Lookup) -> protocol.Found:
         engine = session.need_hello()
@@ -186,8 +195,7 @@ class Service:
         landed: Awaitable[Landed],
     ) -> protocol.Retrieved:
         status, nbytes, first_slice_us, total_us, error = await landed
-        if error is not None:
-            log.warning("a retrieve of %s failed: %s", session, error)
+        _log_failure("retrieve", session, error)
         session.finish(request.id)
         self._index.unpin(chunks)
         self._leases.end(session.engine, request.lease)
@@ -246,12 +254,16 @@ class Service:
         room: Room,
         saved: Awaitable[Saved] | None,
     ) -> protocol.Stored:
-        status = 0
+        status, is_void = TransferStatus.OK, False
         if saved is not None:
             status, error = await saved
-            if error is not None:
-                log.warning("a store of %s failed: %s", session, error)
+            _log_failure("store", session, error)
+            # After the copies, or their bytes would prove nothing; before a session that has ended
+            # closes the board, on which an engine that lost the connection still writes.
+            is_void = session.board.is_void(request.ticket)
             session.finish(request.id)
+        if is_void:
+            status = TransferStatus.CANCELLED
         reserved = [chunk for _, chunk in room.reserved]
         self._budget.reserved_bytes -= sum(chunk.nbytes for chunk in reserved)
         if status:
@@ -265,7 +277,8 @@ class Service:
         stored = len(reserved)
         dropped = len(request.keys) - present - stored
         self._counters.stores += 1
-        self._counters.stores_failed += bool(status)
+        self._counters.stores_failed += bool(status) and not is_void
+        self._counters.stores_void += is_void
         self._counters.stored_chunks += stored
         self._counters.stored_bytes += sum(chunk.nbytes for chunk in reserved)
         self._counters.present_chunks += present
@@ -358,6 +371,12 @@ class Service:
                 f"one chunk takes {chunk_bytes} bytes, but the arena has {self._arena_bytes}",
                 f"Start the server with an --arena of several times {chunk_bytes} bytes",
             )
+
+
+def _log_failure(kind: str, session: Session, error: DeviceError | None) -> None:
+    """Not that the engine has died: a thousand transfers of it may find that out at once."""
+    if error is not None and not isinstance(error, PeerGoneError):
+        log.warning("a %s of %s failed: %s", kind, session, error)
 
 
 def _on_loop(

@@ -29,13 +29,15 @@ HEARTBEAT_EVERY_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a connection registered: its KV memory and the lanes of its device."""
+    """What a connection registered: its KV memory, the lanes of its device, and what it says of
+    itself to its engine's other processes."""
 
     geometry: Geometry
     page_map: PageMap
     memory: EngineMemory
     loads: Lane
     stores: Lane
+    description: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class Sessions:
     def __init__(self) -> None:
         self._live: set[Session] = set()
         self._ending: set[Session] = set()
+        self._workers: dict[Session, Worker] = {}  # those of live sessions, as they registered
         self._process = random.getrandbits(31) << 32
         self._given_out = 0
 
@@ -173,6 +176,10 @@ class Sessions:
     def of_engine(self, engine: str) -> list[Session]:
         """The sessions of one engine: its scheduler's and its workers'."""
         return [session for session in self._live if session.engine == engine]
+
+    def workers_of(self, engine: str) -> list[Worker]:
+        """What the sessions of one engine have registered, in that order."""
+        return [w for session, w in self._workers.items() if session.engine == engine]
 
     def find(self, number: int) -> Session | None:
         """The session of that number; None when it is over.
@@ -194,9 +201,14 @@ class Sessions:
         session.board.heartbeat_ns = time.monotonic_ns()
         self._live.add(session)
 
+    def register(self, session: Session, worker: Worker) -> None:
+        """The session is a worker's from now on."""
+        session.worker = self._workers[session] = worker
+
     def end(self, session: Session) -> None:
         """Its connection is gone."""
         self._live.discard(session)
+        self._workers.pop(session, None)
         session.end()
         self._ending = {s for s in self._ending | {session} if not s.over.is_set()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
@@ -22,7 +23,11 @@ class Saved(NamedTuple):
 
 
 class StoreTransfer(Transfer):
-    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread."""
+    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread.
+
+    One that the engine voids on its board is cancelled by that, so that the lane spends no more
+    time on it. Whoever makes the chunks findable looks again (`Board.is_void`).
+    """
 
     def __init__(
         self,
@@ -34,10 +39,17 @@ class StoreTransfer(Transfer):
         ended: Callable[[Saved], None],
     ) -> None:
         super().__init__(memory, board, ticket)
+        self._is_void = partial(board.is_void, ticket)
         self._plan = plan
         self._layers = layers
         self._ended = ended
         self._is_whole = False
+
+    @property
+    def cancelled_as(self) -> TransferStatus | None:
+        if self._cancelled_as is None and self._is_void():
+            return TransferStatus.CANCELLED
+        return self._cancelled_as
 
     def run(self, stream: CopyStream) -> Iterator[None]:
         for batch in self._plan.batches(0, self._layers):

@@ -29,12 +29,13 @@ class Transfer(ABC):
 
     @property
     def cancelled_as(self) -> TransferStatus | None:
+        """Why the lane is to stop it; None while it is to go on."""
         return self._cancelled_as
 
     def is_ready(self) -> bool:
         """Whether the engine's earlier work on the pages is done (or nobody needs them)."""
         ticket = self._ticket
-        return ticket is None or bool(self._cancelled_as) or reached(self.board.ticket, ticket)
+        return ticket is None or bool(self.cancelled_as) or reached(self.board.ticket, ticket)
 
     @abstractmethod
     def run(self, stream: CopyStream) -> Iterator[None]:
