@@ -29,7 +29,7 @@ from lamina.keys import Extra, KeyChain, Namespace
 geometry = Geometry(4, (Group(2),), (Layer("l", 0, 1, 8),))
 namespace = Namespace(
     model="m", weights="w", dtype="float32", geometry=geometry.digest, layout="NHD", backend="b",
-    ranks="1x1", salt="s", epoch=3,
+    ranks="1x1", scales="k", adapter="a", salt="s", epoch="e",
 )
 tokens = [0, 1, 2, 3, 4294967295, 7, 8, 9, 10, 11, 12, 13, 14]
 extras = {1: [Extra("mm", "img", 2), Extra("lora", "p#f")]}
@@ -38,10 +38,10 @@ for value in (geometry.digest, namespace.seed, *KeyChain(namespace, 4).extend(to
 """
 GOLDEN = [
     "a6639cd21b9f177133e8c861531be52cd1b552aa12b1d6944d216c9502145bcd",
-    "49f1bdffd259c0c399fe8ad966a06a92c239d635a9f7cf9ad984d75d648728e2",
-    "c3976c107605913640b4581ec9dec5e00d2c65ab983153eb5cb982846ee163be",
-    "7d34baae96a1c4c385ed9efbfb39e472a9d7ee0ec4f9af3cc2a82eb9c38bd51f",
-    "4c82be95dcea0f3481886a861a7f588feff71aad24463cfc21dcaecdb3396e28",
+    "01d7a59484daf943e88840849723da8aa6a0a142cca529509e3651b328edee89",
+    "d37aa6c07f5a6384af6284adeccd28854531067960fd88e2e8d5dd69303e81b8",
+    "a29b5248fa0a006525783c88345fcb54a9cc2f8d1fa0e837dbd1b41057df3724",
+    "1f8c1efafb59088e942389a7e6b70b09532def40af57dce1d9af21a186e3c0c4",
 ]
 """Keys that are on disks: when these change, every stored chunk is lost."""
 
@@ -135,7 +135,9 @@ def test_keys_do_not_depend_on_the_type_that_holds_the_tokens() -> None:
         {"backend": "flash"},
         {"ranks": "2x1"},
         {"salt": "tenant"},
-        {"epoch": 1},
+        {"scales": "other"},
+        {"adapter": "other"},
+        {"epoch": "other"},
     ],
     ids=lambda change: next(iter(change)),
 )

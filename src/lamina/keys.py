@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lamina.errors import LaminaError
 
 KEY_BYTES = 32
-FORMAT = b"lamina namespace 1"
+FORMAT = b"lamina namespace 2"
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
@@ -25,10 +25,11 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything besides the tokens on which a chunk's bytes depend.
 
-    `model` is the model's configuration with all overrides, `weights` a fingerprint of the weights
-    (with quantisation and KV scales), `geometry` a `Geometry.digest`, `layout` how bytes lie in a
-    page, `backend` the attention backend's family, `ranks` the parallel layout. `salt` keeps
-    tenants apart; `epoch` changes with a weight update.
+    `model` is the model's configuration with all overrides, or a digest of it; `weights` tells the
+    weights by content; `scales` the KV scales as they were loaded; `geometry` is a
+    `Geometry.digest`, `layout` how bytes lie in a page, `backend` the attention backend's family,
+    `ranks` the parallel layout. `adapter` is a request's LoRA adapter by content, `salt` keeps
+    tenants apart; `epoch` is another one after the weights changed or all was to be forgotten.
     """
 
     model: str
@@ -38,8 +39,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = ""
     backend: str = ""
     ranks: str = ""
+    scales: str = ""
+    adapter: str = ""
     salt: str = ""
-    epoch: int = 0
+    epoch: str = ""
 
     @property
     def seed(self) -> bytes:
@@ -49,11 +52,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Extra(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Something besides its tokens that a chunk depends on.
-
-    A multimodal item that overlaps the chunk (`kind` "mm", its content identifier, its offset in
-    tokens relative to the chunk) or a LoRA adapter (`kind` "lora", path and content fingerprint).
-    """
+    """Something besides its tokens that a chunk depends on: a multimodal item that overlaps it
+    (`kind` "mm", its content identifier, its offset in tokens relative to the chunk)."""
 
     kind: str
     identifier: str
