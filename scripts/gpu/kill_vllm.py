@@ -137,6 +137,7 @@ def engine_of(model: Any, socket: Path, directory: Path, requests: int) -> Itera
         "lamina.socket": str(socket),
         "lamina.chunk_tokens": model.chunk_tokens,
         "lamina.held_blocks_share": 0.9,
+        "lamina.model_id": "lamina_seeded",
     }
     if model.patient:
         settings |= {"lamina.suspect_after_ms": 5000, "lamina.lookup_timeout_ms": 5000}

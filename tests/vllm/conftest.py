@@ -26,7 +26,7 @@ else:
     os.environ.update(ENVIRONMENT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM and torch warn about is not ours
-        importlib.import_module("lamina.engines.vllm")
+        importlib.import_module("lamina.engines.vllm.connector")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What files hold is remembered here, not in the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -67,21 +67,32 @@ class Answer:
 
 
 class Engine:
-    """`blocks` of KV memory, one of which vLLM keeps for itself. Settings go by `lamina.` name."""
+    """`blocks` of KV memory, one of which vLLM keeps for itself. Settings go by `lamina.` name;
+    `arguments` are vLLM's own."""
 
-    def __init__(self, model: Path, socket: Path, blocks: int = 256, **settings: object) -> None:
+    def __init__(
+        self,
+        model: Path,
+        socket: Path,
+        blocks: int = 256,
+        arguments: dict[str, Any] | None = None,
+        **settings: object,
+    ) -> None:
         from vllm import LLM
 
         self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
-            max_model_len=2048,
-            max_num_seqs=32,
-            enforce_eager=True,
-            num_gpu_blocks_override=blocks,
-            kv_transfer_config=connector_config(socket, **settings),
+            **{
+                "model": str(model),
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "block_size": BLOCK_TOKENS,
+                "max_model_len": 2048,
+                "max_num_seqs": 32,
+                "enforce_eager": True,
+                "num_gpu_blocks_override": blocks,
+                "kv_transfer_config": connector_config(socket, **settings),
+                **(arguments or {}),
+            }
         )
         self._engine = self._llm.llm_engine
         core = self._engine.engine_core.engine_core
@@ -95,11 +106,26 @@ class Engine:
         """The blocks that requests had when they were last seen, by name."""
         self.preempted: set[str] = set()
         """Requests that lost their blocks on the way, since the last `forget`."""
+        if self.side.client.is_usable:
+            eventually(self.find_identity)
 
     @property
     def connector(self) -> Any:
         """The scheduler's side."""
         return self.scheduler.connector
+
+    @property
+    def side(self) -> Any:
+        """Its part that is ours alone, also where the connector is one of a MultiConnector's."""
+        ours = [c for c in getattr(self.connector, "_connectors", [self.connector])
+                if hasattr(c, "_scheduler")]  # fmt: skip
+        return ours[0]._scheduler
+
+    def find_identity(self) -> bool:
+        """Whether what names this engine's KV is known; without a server it cannot be."""
+        self.side.client.poll()
+        self.side.find_identity()
+        return self.side._namespace is not None
 
     @property
     def worker(self) -> Any:
@@ -116,9 +142,11 @@ class Engine:
         prompt: Sequence[int],
         tokens: int = 4,
         salt: str | None = None,
+        lora: Any = None,
         **forced: object,
     ) -> None:
-        """Add a request for `tokens` greedy tokens; `forced` are its `lamina.` parameters."""
+        """Add a request for `tokens` greedy tokens; `forced` are its `lamina.` parameters, `lora`
+        its adapter."""
         from vllm import SamplingParams
 
         params = {f"lamina.{key}": value for key, value in forced.items()}
@@ -136,6 +164,7 @@ class Engine:
                 ignore_eos=True,
                 extra_args={"kv_transfer_params": params},
             ),
+            lora_request=lora,
         )
         self.blocks_of[name] = []
 
@@ -246,8 +275,12 @@ class Engine:
         return lambda: self.pool.free_blocks(taken)
 
     def keys_of(self, prompt: Sequence[int]) -> list[bytes]:
-        """The keys of a prompt's full chunks."""
-        return KeyChain(self.connector._scheduler._namespace, CHUNK_TOKENS).extend(prompt, {})
+        """The keys of a prompt's full chunks; after a reset too, before a request has asked."""
+        epochs = self.side._identity.epochs
+        if epochs.current is None:
+            epochs.looked(epochs.resets, [self.worker._worker._weights.change()])
+            self.side.find_identity()
+        return KeyChain(self.side._namespace, CHUNK_TOKENS).extend(prompt, {})
 
     # Ends
 

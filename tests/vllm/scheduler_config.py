@@ -65,6 +65,7 @@ def engine_config(
             "kv_connector_extra_config": {
                 "lamina.chunk_tokens": CHUNK,
                 "lamina.layerwise_overlap": 1,
+                "lamina.model_id": "toy",
                 **{f"lamina.{name}": value for name, value in settings.items()},
             },
         },

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
+from lamina.client import StepGates
 from lamina.engines.vllm.connector import LaminaConnector
 from lamina.engines.vllm.loads import Loads
 from lamina.engines.vllm.scheduler import SchedulerSide
@@ -78,13 +79,14 @@ def without_holds(patch: Patch) -> None:
 
 
 def with_blocks_of_before(patch: Patch) -> None:
-    """A resumed request's blocks are added to those that it had."""
-    note = SchedulerSide._note_scheduled
+    """A request keeps the table of blocks that it was first given."""
+    allocated = SchedulerSide.allocated
+    tables: dict[str, Any] = {}
 
-    def append(self: SchedulerSide, new: Any, cached: Any) -> None:
-        note(self, new, dataclasses.replace(cached, resumed_req_ids=set()))
+    def keep(self: SchedulerSide, request: Any, table: Any, tokens: int) -> None:
+        allocated(self, request, tables.setdefault(request.request_id, table), tokens)
 
-    patch.setattr(SchedulerSide, "_note_scheduled", append)
+    patch.setattr(SchedulerSide, "allocated", keep)
 
 
 def without_cap(patch: Patch) -> None:
@@ -172,6 +174,23 @@ def without_second_report(patch: Patch) -> None:
     _tell(patch, bad_blocks=set())
 
 
+def with_readers_forgotten(patch: Patch) -> None:
+    """Bad blocks are given back when their load is over, whoever is yet to read them."""
+
+    def end(self: Loads) -> None:
+        for number, load in list(self.open.items()):
+            if load.over:
+                del self.open[number]
+                self._held.release(load.blocks)
+
+    patch.setattr(Loads, "end", end)
+
+
+def with_hooks_skipped(patch: Patch) -> None:
+    """A gate that no forward waited for passes."""
+    patch.setattr(StepGates, "unwaited", lambda self: [])
+
+
 def without_failures(patch: Patch) -> None:
     """Nobody learns that a load failed."""
     without_reports(patch)
@@ -231,4 +250,4 @@ def without_pending_work(patch: Patch) -> None:
 
 def without_epochs(patch: Patch) -> None:
     """A reset changes nothing."""
-    patch.setattr(SchedulerSide, "reset", lambda self: None)
+    patch.setattr(SchedulerSide, "reset", lambda self, forget: None)

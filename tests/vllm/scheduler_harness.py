@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -97,11 +98,13 @@ class Rig:
                 log_stats=True,
             )
             self.worker = LaminaConnector(config, KVConnectorRole.WORKER, memory)
+            # Whatever vLLM's attention is, its class is what is looked at.
+            layers = {name: Attention.__new__(Attention) for name in NAMES}
+            config.compilation_config.static_forward_context.update(layers)
             self.worker.register_kv_caches({n: torch.zeros(blocks, 2, BLOCK, 64) for n in NAMES})
         self.scheduler.use_v2_model_runner = mode == "async-v2"
         self.connector = self.scheduler.connector
-        handshake = self.worker.get_handshake_metadata()
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        self.side.find_identity()
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)

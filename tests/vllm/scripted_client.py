@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from lamina.board import TransferStatus
 from lamina.client import MISS, LookupResult
+from lamina.geometry import Slice
 from lamina.keys import Namespace, chunk_keys
 
 BLOCK, CHUNK, LAYERS = 16, 32, 3
@@ -93,7 +94,8 @@ class ScriptedLoad:
         self.blocks = blocks
         self._kv = kv
         self._width = width
-        self.slices = range(-(-LAYERS // width))
+        firsts = range(0, LAYERS, width)
+        self.slices = [Slice(n, i, min(i + width, LAYERS)) for n, i in enumerate(firsts)]
         self.landed_slices = 0
         self.is_over = False
         self._outcome: TransferStatus | None = None
@@ -235,6 +237,7 @@ class ScriptedClient:
         self.doomed: dict[str, bool] = {}
         """Requests whose loads fail when a forward waits for them; whether they are then over."""
         self._numbers = 0
+        self._descriptions: tuple[bytes, ...] = ()
 
     def hold(self, namespace: Any, prompt: list[int], chunks: int | None = None) -> None:
         text = Text(self.model, prompt)
@@ -270,7 +273,18 @@ class ScriptedClient:
 
     # As `client.Client`
 
-    def register(self, *memory: Any) -> None: ...
+    def register(self, *memory: Any) -> None:
+        self._descriptions = (memory[-1],)
+
+    def workers(self, count: int) -> tuple[bytes, ...] | None:
+        return self._descriptions if len(self._descriptions) >= count else None
+
+    def wait_for_workers(self, count: int, timeout_s: float) -> tuple[bytes, ...] | None:
+        return self.workers(count)
+
+    def give_up_stores(self) -> None:
+        for store in self.stores:
+            store.is_over = True
 
     def try_connect(self) -> None: ...
 

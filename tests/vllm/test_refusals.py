@@ -7,16 +7,19 @@ but no model is loaded.
 
 from __future__ import annotations
 
+import copy
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lamina import protocol
@@ -88,6 +91,16 @@ def check_refused(
     assert remedy in line
 
 
+def hooked(names: Iterable[str]) -> Callable[[VllmConfig], None]:
+    """The engine has attention layers of these names."""
+
+    def change(config: VllmConfig) -> None:
+        layers = {name: Attention.__new__(Attention) for name in names}
+        config.compilation_config.static_forward_context.update(layers)
+
+    return change
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_role_other_than_both(start: Start, caplog: pytest.LogCaptureFixture, role: str) -> None:
     make = lambda: start(transfer={"kv_role": role})  # noqa: E731
@@ -123,6 +136,91 @@ def test_recompute_policy(start: Start, caplog: pytest.LogCaptureFixture) -> Non
     check_refused(caplog, make, "'recompute'", "use 'fail'")
 
 
+@pytest.mark.parametrize(
+    ("transfer", "cause"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role of MultiConnector is 'kv_producer'"),
+        ({"kv_load_failure_policy": "recompute"}, "of MultiConnector is 'recompute'"),
+    ],
+)
+def test_what_vllm_acts_on_where_we_are_one_of_several(
+    model: Path, caplog: pytest.LogCaptureFixture, transfer: dict[str, Any], cause: str
+) -> None:
+    """A MultiConnector hands us a configuration of our own; vLLM acts on the whole one."""
+
+    def make() -> None:
+        config = engine_config(model, Path("/tmp/none"), {}, {})
+        whole = copy.copy(config)
+        whole.kv_transfer_config = KVTransferConfig(
+            **{"kv_connector": "MultiConnector", "kv_role": "kv_both", **transfer}
+        )
+        with set_current_vllm_config(whole):
+            LaminaConnector(config, KVConnectorRole.WORKER, KVCacheConfig(BLOCKS, [], []))
+
+    check_refused(caplog, make, cause, "use 'fail'" if "recompute" in cause else "kv_both")
+
+
+def setting(place: str, name: str, value: object) -> Callable[[VllmConfig], None]:
+    return lambda config: object.__setattr__(getattr(config, place), name, value)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "cause"),
+    [
+        ("cache_config", "calculate_kv_scales", True, "calculated from the first requests"),
+        ("cache_config", "cache_dtype", "int8_per_token_head", "'int8_per_token_head'"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "fast prefill"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode is on"),
+        ("model_config", "hf_overrides", {"quantization_config_file": "f"}, "config_file"),
+        ("attention_config", "hisparse_config", object(), "hisparse_config"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
+    ],
+)
+def test_settings_whose_kv_no_key_can_tell(
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    name: str,
+    value: object,
+    cause: str,
+) -> None:
+    check_refused(caplog, lambda: start(change=setting(place, name, value)), cause, "")
+
+
+@pytest.mark.parametrize("name", ["diffusion_config", "ec_transfer_config"])
+def test_parts_of_vllm_whose_kv_no_key_can_tell(
+    start: Start, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    change = lambda config: object.__setattr__(config, name, object())  # noqa: E731
+    check_refused(caplog, lambda: start(change=change), "", "without")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"mm_encoder_fp8_scale_path": "/scales"}, "mm_encoder_fp8_scale_path"),
+        ({"mm_encoder_attn_dtype": "fp8"}, "mm_encoder_attn_dtype"),
+    ],
+)
+def test_scales_of_encoders(
+    start: Start, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], cause: str
+) -> None:
+    multimodal = SimpleNamespace(
+        **{"mm_encoder_fp8_scale_path": None, "mm_encoder_attn_dtype": None, **changes}
+    )
+    change = setting("model_config", "multimodal_config", multimodal)
+    check_refused(caplog, lambda: start(change=change), cause, "")
+
+
+def test_a_variable_that_names_a_file(
+    start: Start, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quant.json").write_text("{}")
+    monkeypatch.setenv("VLLM_HUMMING_INPUT_QUANT_CONFIG", str(tmp_path / "quant.json"))
+    check_refused(caplog, start, "VLLM_HUMMING_INPUT_QUANT_CONFIG names a file", "model's own")
+
+
 def test_unknown_setting(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     make = lambda: start(settings={"layerwise_overlp": 1})  # noqa: E731
     check_refused(
@@ -148,8 +246,9 @@ def test_malformed_setting(
 
 
 def test_layers_of_a_slice_beyond_the_model(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    worker = start(KVConnectorRole.WORKER, settings={"layerwise_overlap": 3})
     caches = {f"layers.{i}": torch.zeros(BLOCKS, BLOCK_TOKENS, 8) for i in range(2)}
+    settings = {"layerwise_overlap": 3}
+    worker = start(KVConnectorRole.WORKER, settings=settings, change=hooked(caches))
     make = lambda: worker.register_kv_caches(caches)  # noqa: E731
     check_refused(caplog, make, "layerwise_overlap is 3", "Use 1 to 2")
 

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 
 from lamina.engines.vllm import worker
+from lamina.keys import chunk_keys
 from tests.vllm import scheduler_guards as guards
+from tests.vllm.scheduler_config import NAMES
 from tests.vllm.scheduler_guards import hazard
 from tests.vllm.scheduler_harness import HANDS_OVER_MANAGER, HAS_SYNC_FLAG, MODES, Rig, prompt
 from tests.vllm.scripted_client import CHUNK, ScriptedLoad, Text
@@ -149,6 +151,10 @@ def test_preemption_after_a_load(rig: Rig) -> None:
     assert load in loads
     assert len(loads) > 1
     assert rig.releases("A") == len(loads)
+    computed = rig.texts["A"].tokens(len(ASKED) + 79)
+    assert rig.side._namespace is not None
+    missing = set(chunk_keys(rig.side._namespace, CHUNK, computed)) - set(rig.client.chunks)
+    assert not missing, "not all of it is stored"
     rig.close()
 
 
@@ -331,6 +337,36 @@ def test_load_failed_when_its_request_was_promoted_but_had_not_run(rig: Rig) -> 
     promoted(rig).fail()
     rig.run("A")
     assert rig.ended["A"] == ("LENGTH" if HANDS_OVER_MANAGER else "ERROR")
+    rig.close()
+
+
+@hazard(guards.with_readers_forgotten, "wrong KV", blocks=SMALL)
+def test_bad_blocks_are_reported_until_their_readers_are_gone(rig: Rig) -> None:
+    """As in vLLM 0.26, where no other blocks can be had: A waits long after its load is over."""
+    rig.side.loads.bind_manager(None)
+    promoted(rig).fail()
+    for _ in range(6):
+        rig.step()
+    assert not rig.steps_of("A"), "it did not wait"
+    rig.run("A")
+    assert rig.ended["A"] == "ERROR"
+    rig.close()
+
+
+@hazard(guards.with_hooks_skipped, "wrong KV", blocks=SMALL)
+def test_a_forward_that_does_not_wait_for_a_layer(rig: Rig) -> None:
+    """A hook that does not fire: what the forward read is not known, so its requests fail."""
+    wait = rig.worker.wait_for_layer_load
+
+    def skip(layer_name: str) -> None:
+        if layer_name != NAMES[1]:
+            wait(layer_name)
+
+    rig.worker.wait_for_layer_load = skip  # type: ignore[method-assign]
+    load = released(rig)
+    rig.run("A")
+    assert load.is_over
+    assert rig.ended["A"] == "ERROR"
     rig.close()
 
 

@@ -92,6 +92,39 @@ def _weights() -> dict[str, Any]:
     return weights
 
 
+def write_adapter(directory: Path, seed: int) -> Path:
+    """Write a LoRA adapter that changes K and V much; returns `directory`."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, generator = 8, torch.Generator().manual_seed(seed)
+    outputs = {
+        "q_proj": HEADS * HEAD_DIM,
+        "k_proj": KV_HEADS * HEAD_DIM,
+        "v_proj": KV_HEADS * HEAD_DIM,
+    }
+    weights = {}
+    for layer in range(LAYERS):
+        for name, width in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = torch.randn(rank, HIDDEN, generator=generator) / HIDDEN**0.5
+            weights[f"{prefix}.lora_A.weight"] = down
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, rank, generator=generator)
+    directory.mkdir(parents=True, exist_ok=True)
+    described = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(outputs),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "task_type": "CAUSAL_LM",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+    save_file(weights, directory / "adapter_model.safetensors")
+    return directory
+
+
 def _write_tokenizer(directory: Path) -> None:
     """One word per token: `t17` is token 17."""
     from tokenizers import (  # type: ignore[import-not-found]

@@ -1,5 +1,6 @@
 """One engine and one server for all tests of a run: `LAMINA_VLLM_RUNNER` (V1, V2) and
-`LAMINA_VLLM_ASYNC` (0, 1) say which vLLM. `scripts/gpu/test_vllm.sh` runs all four.
+`LAMINA_VLLM_ASYNC` (0, 1) say which vLLM, `LAMINA_VLLM_MODEL` which model.
+`scripts/gpu/test_vllm.sh` runs all of them.
 
 Without a GPU the tests are skipped; `LAMINA_VLLM_ON_CPU=1` runs them on vLLM's CPU build instead.
 """
@@ -48,6 +49,7 @@ def configuration() -> Configuration:
         os.environ.get("LAMINA_VLLM_RUNNER", "V2"),
         os.environ.get("LAMINA_VLLM_ASYNC", "1") == "1",
         ON_GPU,
+        os.environ.get("LAMINA_VLLM_MODEL", "small"),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lamina.bench.vllm.models import MODELS, Model
+from lamina.bench.vllm.models import MODELS, SEEDED, Model
 from tests.support.wait import eventually
 from tests.vllm.engine import POISON, Answer, Engine, Pages, connector_config
 
@@ -32,14 +32,15 @@ class Configuration(NamedTuple):
     runner: str
     async_scheduling: bool
     on_gpu: bool
+    shape: str = "small"
 
     @property
     def model(self) -> Model:
-        return MODELS["small" if self.on_gpu else "tiny"]
+        return MODELS[self.shape if self.on_gpu else "tiny"]
 
     def __str__(self) -> str:
         scheduling = "async" if self.async_scheduling else "sync"
-        return f"{self.runner}-{scheduling}{'' if self.on_gpu else '-cpu'}"
+        return f"{self.runner}-{scheduling}-{self.shape}{'' if self.on_gpu else '-cpu'}"
 
 
 class GpuEngine(Engine):
@@ -56,7 +57,7 @@ class GpuEngine(Engine):
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            load_format="lamina_seeded",
+            load_format=SEEDED,
             worker_extension_cls="lamina.bench.vllm.worker.WorkerExtension",
             dtype=shape.dtype,
             block_size=shape.block_tokens,
@@ -65,7 +66,7 @@ class GpuEngine(Engine):
             enforce_eager=not configuration.on_gpu,
             gpu_memory_utilization=0.1,
             num_gpu_blocks_override=BLOCKS,
-            kv_transfer_config=connector_config(socket),
+            kv_transfer_config=connector_config(socket, model_id=SEEDED),
             **arguments,
         )
         self.configuration = configuration
@@ -83,6 +84,7 @@ class GpuEngine(Engine):
         self.preempted = set()
         self.hooks_fired: list[bool] = []
         """By forward that read a load that was still open: whether its layers' hooks fired."""
+        eventually(self.find_identity)
         self._note_forwards()
 
     def _note_forwards(self) -> None:

@@ -29,7 +29,10 @@ def test_the_engine_is_the_one_that_was_asked_for(
         assert is_async == configuration.async_scheduling
         mode = str(engine._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
         assert "FULL_AND_PIECEWISE" in mode
-        assert engine.page_bytes >= 32 << 10
+        is_latent = configuration.model.latent is not None
+        assert is_latent or engine.page_bytes >= 32 << 10
+        backends = engine.side._identity._worker.backend
+        assert ("MLA" in backends) == is_latent
 
 
 def test_tokens_depend_on_every_stored_page(

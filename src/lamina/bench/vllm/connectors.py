@@ -15,7 +15,7 @@ from typing import Any
 
 from lamina import protocol
 from lamina.bench.processes import private_socket, started_server, wait_until_filled
-from lamina.bench.vllm.models import Model
+from lamina.bench.vllm.models import SEEDED, Model
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import LaminaError, SettingsError
@@ -47,6 +47,7 @@ class LaminaCache(Cache):
         settings: dict[str, Any] = {
             "lamina.socket": str(server),
             "lamina.chunk_tokens": model.chunk_tokens,
+            "lamina.model_id": SEEDED,
         }
         if model.patient:
             settings |= {"lamina.suspect_after_ms": 5000, "lamina.lookup_timeout_ms": 5000}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.bench.vllm.models import Model
+from lamina.bench.vllm.models import SEEDED, Model
 from lamina.errors import LaminaError
 
 MAX_REQUESTS = 16
@@ -72,7 +72,7 @@ class Engine:
         arguments: dict[str, Any] = {
             "model": str(directory),
             "skip_tokenizer_init": True,
-            "load_format": "lamina_seeded",
+            "load_format": SEEDED,
             "worker_extension_cls": "lamina.bench.vllm.worker.WorkerExtension",
             "dtype": model.dtype,
             "block_size": model.block_tokens,

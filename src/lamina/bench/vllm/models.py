@@ -11,6 +11,35 @@ import msgspec
 from lamina.bench.vllm.workload import Workload
 from lamina.errors import SettingsError
 
+SEEDED = "lamina_seeded"
+"""The loader of `worker`; also what names its weights, which no file holds (`lamina.model_id`)."""
+
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1_000,  # no layer has experts
+    "moe_layer_freq": 1,
+    "rope_scaling": None,
+}
+
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A Llama's shape and how it is served here."""
@@ -28,6 +57,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     arena_bytes: int
     workload: Workload
+    latent: int | None = None
+    """A DeepSeek-V2's shape instead, dense: tokens share latent vectors of this width (MLA)."""
     eager: bool = False
     patient: bool = False
     """For a busy small host: generous deadlines."""
@@ -39,9 +70,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return directory
 
     def _config(self) -> dict[str, Any]:
+        kind = _LLAMA if self.latent is None else {**_DEEPSEEK, "kv_lora_rank": self.latent}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **kind,
             "hidden_size": self.hidden,
             "intermediate_size": self.mlp,
             "num_hidden_layers": self.layers,
@@ -52,13 +83,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 500_000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "attention_bias": False,
@@ -101,6 +125,24 @@ MODELS = {
         workload=Workload(
             document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
         ),
+    ),
+    "small-mla": Model(
+        hidden=1024,
+        layers=8,
+        heads=16,
+        kv_heads=16,
+        head_dim=192,
+        mlp=2816,
+        dtype="bfloat16",
+        block_tokens=64,
+        chunk_tokens=64,
+        gpu_blocks=1024,
+        max_tokens=8192,
+        arena_bytes=4 << 30,
+        workload=Workload(
+            document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
+        ),
+        latent=512,
     ),
     "tiny": Model(
         hidden=128,

@@ -12,6 +12,8 @@ from torch import nn
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from lamina.bench.vllm.models import SEEDED
+
 _SEED = 1234
 _GAINS = {
     "qkv_proj": 2.2,
@@ -26,7 +28,7 @@ with vLLM's own dummy weights attention hardly matters, and wrong KV gives the s
 _LINK_ROUNDS = 5
 
 
-@register_model_loader("lamina_seeded")
+@register_model_loader(SEEDED)
 class SeededLoader(DummyModelLoader):
     """Norms 1, embeddings N(0, 1), projections N(0, gain / sqrt(fan in)), from a fixed seed."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lamina.client import ReleasePolicy, release_policy
@@ -15,11 +17,17 @@ _MOST_SLICES = 10**6
 """More than any model has layers."""
 
 
+_QUANTISATION_BY_FILE = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
+"""Variables that hold a configuration, or the name of a file with one."""
+
+
 class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
     """The `lamina.*` keys of `kv_connector_extra_config`."""
 
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # type: ignore[assignment]  # here it is always known
     """Must be the server's."""
+    model_id: str | None = None
+    """Names the weights, in place of their content: another name for other weights."""
     store_decode: bool = True
     """Store what is generated too: multi-turn chat reuses answers."""
     held_blocks_share: float = 0.25
@@ -77,16 +85,29 @@ def _slices(value: object) -> int:
     )
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Raise `SettingsError` for a configuration that is not proven or cannot work."""
-    transfer = vllm_config.kv_transfer_config
-    parallel = vllm_config.parallel_config
-    refusals = [
+def check_transfer(transfer: Any) -> None:
+    """Raise `SettingsError` for a `kv_transfer_config` that cannot work: ours, and the one that
+    vLLM itself acts on where we are one of a MultiConnector's."""
+    _refuse_first(
         (
             transfer.kv_role != "kv_both",
-            f"kv_role is {transfer.kv_role!r}",
+            f"kv_role of {transfer.kv_connector} is {transfer.kv_role!r}",
             'Use "kv_role":"kv_both": it also makes vLLM fence blocks before it reuses them',
         ),
+        (
+            transfer.kv_load_failure_policy == "recompute",
+            f"kv_load_failure_policy of {transfer.kv_connector} is 'recompute'",
+            "vLLM would emit tokens computed on missing KV, or compute in blocks that are still "
+            "written: use 'fail' (a load that fails before its request runs is recomputed anyway)",
+        ),
+    )
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Raise `SettingsError` for a configuration that is not proven or cannot work."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    model = vllm_config.model_config
+    _refuse_first(
         (
             parallel.tensor_parallel_size > 1,
             f"tensor_parallel_size is {parallel.tensor_parallel_size}",
@@ -98,8 +119,7 @@ def check_supported(vllm_config: Any) -> None:
             "Pipeline parallelism is not supported yet: run one GPU per engine",
         ),
         (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism is on",
             "Context parallelism is not supported yet: switch it off",
         ),
@@ -109,22 +129,79 @@ def check_supported(vllm_config: Any) -> None:
             "Speculative decoding is not supported yet: start without it",
         ),
         (
-            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+            vllm_config.diffusion_config is not None,
+            "diffusion decoding is on",
+            "Its tokens attend to later ones: serve this model without Lamina",
+        ),
+        (
+            vllm_config.ec_transfer_config is not None,
+            "encoder outputs come from other engines",
+            "Keys do not name those engines: start without ec_transfer_config",
+        ),
+        (
+            model.enable_sleep_mode,
             "sleep mode is on",
             "vLLM discards KV in it without telling the cache: start without --enable-sleep-mode",
         ),
         (
-            not vllm_config.cache_config.enable_prefix_caching,
+            not cache.enable_prefix_caching,
             "vLLM's prefix caching is off",
             "Start with --enable-prefix-caching",
         ),
         (
-            transfer.kv_load_failure_policy == "recompute",
-            "kv_load_failure_policy is 'recompute'",
-            "vLLM would emit tokens computed on missing KV, or compute in blocks that are still "
-            "written: use 'fail' (a load that fails before its request runs is recomputed anyway)",
+            # `getattr`: only some versions of vLLM have it
+            bool(getattr(cache, "calculate_kv_scales", False)),
+            "KV scales are calculated from the first requests",
+            "Keys cannot tell them apart: use a checkpoint's, start without --calculate-kv-scales",
         ),
-    ]
+        (
+            str(cache.cache_dtype).endswith("_per_token_head"),
+            f"cache_dtype is {cache.cache_dtype!r}",
+            "vLLM resets the scales in loaded pages: use another --kv-cache-dtype",
+        ),
+        (
+            cache.kv_sharing_fast_prefill,
+            "fast prefill for layers that share KV is on",
+            "It is not proven yet: start without --kv-sharing-fast-prefill",
+        ),
+        (
+            getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
+            "sparse attention keeps KV in host memory (hisparse_config)",
+            "It is not proven yet: start without it",
+        ),
+    )
+    _check_files(model)
+
+
+def _check_files(model: Any) -> None:
+    """Raise `SettingsError` where files change KV that no key can tell by content."""
+    multimodal = model.multimodal_config
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
+    remedy = "Keys cannot tell its content: put it into the model's own files, or go without"
+    for name in _QUANTISATION_BY_FILE:
+        _refuse_first((Path(os.environ.get(name, "")).is_file(), f"{name} names a file", remedy))
+    _refuse_first(
+        (
+            "quantization_config_file" in overrides,
+            "hf_overrides names a quantization_config_file",
+            remedy,
+        ),
+        (
+            multimodal is not None
+            and getattr(multimodal, "mm_encoder_fp8_scale_path", None) is not None,
+            "mm_encoder_fp8_scale_path is set",
+            remedy,
+        ),
+        (
+            multimodal is not None and getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8",
+            "mm_encoder_attn_dtype is 'fp8'",
+            "Its scales follow the items of other requests: start without it",
+        ),
+    )
+
+
+def _refuse_first(*refusals: tuple[bool, str, str]) -> None:
+    """Raise `SettingsError` for the first that applies: whether it does, cause and remedy."""
     for refused, cause, remedy in refusals:
         if refused:
             raise SettingsError(cause, remedy)

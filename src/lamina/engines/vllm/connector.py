@@ -6,11 +6,12 @@ Works with vLLM 0.26 to 0.32; where the interface changed in between, the docstr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,14 +21,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
+from lamina.engines.vllm.adapters import Adapters
+from lamina.engines.vllm.began import beginnings
 from lamina.engines.vllm.boundary import Boundary
-from lamina.engines.vllm.config import ConnectorSettings, check_supported
-from lamina.engines.vllm.identity import namespace_of
+from lamina.engines.vllm.config import ConnectorSettings, check_supported, check_transfer
+from lamina.engines.vllm.epochs import Epochs
+from lamina.engines.vllm.identity import Identity
+from lamina.engines.vllm.kinds import check_groups, check_layers, check_model
 from lamina.engines.vllm.layout import layout_of
-from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerHandshake
+from lamina.engines.vllm.loaded import LoadedWeights, model_of_caller, scales_of
+from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
-from lamina.engines.vllm.worker import WorkerSide, device_of, export_all
+from lamina.engines.vllm.weights import Weights
+from lamina.engines.vllm.worker import WorkerSide, device_of, export_all, kind_of
 from lamina.errors import ErrorCode, LaminaError, RequestRefusedError
 
 if TYPE_CHECKING:
@@ -40,11 +47,25 @@ _DEGRADE = (ErrorCode.VERSION, ErrorCode.STOPPING, ErrorCode.FORBIDDEN, ErrorCod
 other is a setting of the engine's own and stops it at its start."""
 
 
+START_WAIT_S = 0.1
+"""So long an engine's start may wait for the worker's description and for what the weights are:
+small models are known by then, and their first request is stored."""
 _HANDS_OVER_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 class LaminaConnector(KVConnectorBase_V1):
     """`kv_connector` for vLLM; see `docs/vllm.md`."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None is required; but vLLM asks early, before it stops at models that it says are wrong
+        in another way."""
+        try:
+            check_model(vllm_config.model_config)
+        except LaminaError as error:
+            log.error("Lamina cannot serve this engine: %s", error)
+            raise
+        return None
 
     if hasattr(KVConnectorBase_V1, "_cache_hit_source"):  # from 0.32 on: a source for its metrics
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -59,28 +80,53 @@ class LaminaConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._boundary: Boundary | None = None
         self._worker: WorkerSide | None = None
-        self._handshake: WorkerHandshake | None = None
         self._stream_of: Any = None
-        self._released: set[str] = set()
         self._report = StepReport()
         try:
-            check_supported(vllm_config)
-            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self._settings = ConnectorSettings.parse(extra)
+            self._settings = self._checked(kv_cache_config)
         except LaminaError as error:
             log.error("Lamina cannot serve this engine: %s", error)
+            beginnings.take()  # this engine ends here
             raise
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                self._settings,
-                self._client("vLLM scheduler", HostWorkerDevice()),
-                vllm_config.cache_config.block_size,
-                kv_cache_config.num_blocks,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-                vllm_config.parallel_config.world_size,
-            )
-            self._boundary = Boundary(self._scheduler)
-            self._connect(self._scheduler.client)
+            self._make_scheduler(kv_cache_config.num_blocks)
+        else:
+            beginnings.worker_made()
+            self._model = model_of_caller()
+
+    def _checked(self, kv_cache_config: Any) -> ConnectorSettings:
+        """Raise `LaminaError` for an engine that is not proven to get right tokens."""
+        config = self._config
+        check_model(config.model_config)
+        check_groups(kv_cache_config.kv_cache_groups)
+        check_supported(config)
+        check_transfer(config.kv_transfer_config)
+        whole = get_current_vllm_config_or_none()  # of a MultiConnector we are given a part
+        if whole is not None and whole.kv_transfer_config is not None:
+            check_transfer(whole.kv_transfer_config)
+        return ConnectorSettings.parse(config.kv_transfer_config.kv_connector_extra_config)
+
+    def _make_scheduler(self, num_blocks: int) -> None:
+        config, made_ns = self._config, time.time_ns()
+        weights = Weights(config, self._settings.model_id, beginnings.take())
+        weights.begin()
+        adapters = Adapters(self._engine_id, made_ns)
+        self._scheduler = SchedulerSide(
+            self._settings,
+            self._client("vLLM scheduler", HostWorkerDevice()),
+            Identity(config, vllm.__version__, weights, adapters, Epochs(self._engine_id)),
+            config.cache_config.block_size,
+            num_blocks,
+            config.scheduler_config.max_num_batched_tokens,
+            config.parallel_config.world_size,
+        )
+        self._boundary = Boundary(self._scheduler)
+        self._connect(self._scheduler.client)
+        until_s = time.monotonic() + START_WAIT_S
+        if self._scheduler.client.is_usable:
+            self._scheduler.client.wait_for_workers(config.parallel_config.world_size, START_WAIT_S)
+            weights.wait(until_s - time.monotonic())
+            self._scheduler.find_identity()
 
     # Worker's side
 
@@ -93,28 +139,30 @@ class LaminaConnector(KVConnectorBase_V1):
                 self._config.cache_config.block_size,
                 self._settings.chunk_tokens,
             )
-            device = device_of(kv_caches)
+            layers = self._config.compilation_config.static_forward_context
+            check_layers(kv_caches, layers)
+            device, weights = device_of(kv_caches), LoadedWeights(self._model)
+            description = WorkerDescription(
+                geometry_digest=layout.geometry.digest,
+                layers=len(layout.geometry.layers),
+                token_bytes=layout.token_bytes,
+                layout=layout.signature,
+                backend=f"{_backend_names(layers)} on {kind_of(kv_caches)}",
+                scales=scales_of(layers, kv_caches),
+                watches_weights=weights.are_watched,
+            )
             client = self._client("vLLM worker", device)
-            client.register(layout.geometry, layout.page_map, export_all(device, layout))
+            regions = export_all(device, layout)
+            client.register(layout.geometry, layout.page_map, regions, description.encode())
         except LaminaError as error:
             log.error("Lamina cannot serve this engine: %s", error)
             raise
-        self._worker = WorkerSide(client, device, layout, _HANDS_OVER_MANAGER)
+        self._worker = WorkerSide(client, device, layout, weights, _HANDS_OVER_MANAGER)
         if device.name != "host":
             import torch
 
             self._stream_of = lambda: torch.cuda.current_stream().cuda_stream
-        self._handshake = WorkerHandshake(
-            layout.geometry.digest,
-            len(layout.geometry.layers),
-            layout.token_bytes,
-            layout.signature,
-            self._backend_names(),
-        )
         self._connect(client)
-
-    def get_handshake_metadata(self) -> WorkerHandshake | None:
-        return self._handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Everything that must precede the forward begins here: from 0.32 on, `start_load_kv`
@@ -163,20 +211,9 @@ class LaminaConnector(KVConnectorBase_V1):
 
     # Scheduler's side
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], WorkerHandshake]
-    ) -> None:
-        """The worker's registration: with it keys can be computed."""
-        (found,) = metadata.values()
-        namespace = namespace_of(
-            self._config,
-            vllm.__version__,
-            found.geometry_digest,
-            found.layout,
-            found.backend,
-        )
-        assert self._scheduler is not None
-        self._scheduler.set_identity(namespace, found.layers, found.token_bytes)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Nothing: what vLLM brings may be another connector's. The worker's description comes
+        over Lamina's own connection."""
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """From 0.32 on."""
@@ -185,8 +222,20 @@ class LaminaConnector(KVConnectorBase_V1):
         self._scheduler.bind_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        assert self._scheduler is not None
-        self._scheduler.bind_pool(gpu_block_pool)
+        """Its resets are seen from here on: vLLM tells a connector only of those that it asks to
+        forget, and a change of weights may come without."""
+        side, boundary = self._guarded()
+        side.bind_pool(gpu_block_pool)
+        reset = gpu_block_pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            boundary.end(self._give_up_stores)
+            done = bool(reset())
+            if done:
+                boundary.end(lambda: side.reset(forget=False))
+            return done
+
+        gpu_block_pool.reset_prefix_cache = reset_prefix_cache
 
     def on_new_request(self, request: Any) -> None:
         side, boundary = self._guarded()
@@ -203,11 +252,10 @@ class LaminaConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side, boundary = self._guarded()
-        ids = blocks.get_block_ids()[0]
         if num_external_tokens:  # vLLM counts on them from here on
-            side.allocated(request, ids, num_external_tokens)
+            side.allocated(request, blocks, num_external_tokens)
         else:
-            boundary.step(lambda: side.allocated(request, ids, 0), None)
+            boundary.step(lambda: side.allocated(request, blocks, 0), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         side, boundary = self._guarded()
@@ -242,9 +290,18 @@ class LaminaConnector(KVConnectorBase_V1):
         return False
 
     def reset_cache(self) -> bool:
-        assert self._scheduler is not None
-        self._scheduler.reset()
+        side, boundary = self._guarded()
+        boundary.end(self._give_up_stores)
+        side.reset(forget=True)
         return True
+
+    def _give_up_stores(self) -> None:
+        """A server that does not answer must not keep blocks from a reset."""
+        assert self._scheduler is not None
+        self._scheduler.stores.give_up_queued()
+        if (worker := self._worker_here()) is not None:
+            for number in worker.give_up_stores():
+                self._scheduler.stores.end(number)
 
     def _guarded(self) -> tuple[SchedulerSide, Boundary]:
         assert self._scheduler is not None
@@ -272,9 +329,10 @@ class LaminaConnector(KVConnectorBase_V1):
 
     def _worker_here(self) -> WorkerSide | None:
         """The worker's side of this engine, if vLLM runs it in this process."""
-        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if isinstance(worker, LaminaConnector) and worker._engine_id == self._engine_id:
-            return worker._worker
+        group = get_kv_transfer_group() if has_kv_transfer_group() else None
+        for worker in getattr(group, "_connectors", [group]):  # a MultiConnector's, or itself
+            if isinstance(worker, LaminaConnector) and worker._engine_id == self._engine_id:
+                return worker._worker
         return None
 
     @property
@@ -294,9 +352,10 @@ class LaminaConnector(KVConnectorBase_V1):
                 raise
             client.note_trouble(str(error))
 
-    def _backend_names(self) -> str:
-        layers = self._config.compilation_config.static_forward_context.values()
-        backends = {
-            layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")
-        }
-        return ",".join(sorted(backends))
+
+def _backend_names(layers: Mapping[str, Any]) -> str:
+    """The attention backends of the loaded layers."""
+    backends = {
+        layer.attn_backend.get_name() for layer in layers.values() if hasattr(layer, "attn_backend")
+    }
+    return ",".join(sorted(backends))

@@ -1,73 +1,99 @@
-"""What a chunk's bytes depend on besides its tokens: the namespace and the extras of its key."""
+"""What a chunk's bytes depend on besides its tokens: the namespace and the extras of its key.
+
+`docs/identity.md` has the table; `fields.py` is its part about vLLM's configuration.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import hashlib
 import json
-from functools import lru_cache
-from pathlib import Path
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import PurePath
 from typing import Any
 
+from lamina.engines.vllm.adapters import Adapters
+from lamina.engines.vllm.epochs import Epochs
+from lamina.engines.vllm.fields import ENVIRONMENT, FIELDS, WHOLE, Treatment
+from lamina.engines.vllm.messages import WorkerDescription
+from lamina.engines.vllm.weights import Weights
 from lamina.keys import Extra, Namespace
 
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+_NO_CONTENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
+"""Entries of a model's configuration that say where it came from."""
+_DEEPEST = 12
+_KERNELS = ("torch", "flashinfer-python", "deep-gemm", "deep_gemm", "flash-attn", "triton")
+"""Packages whose kernels vLLM uses where they are installed; some round where others do not."""
 
 
-def namespace_of(
-    vllm_config: Any, vllm_version: str, geometry_digest: bytes, layout: str, backend: str
-) -> Namespace:
-    """The namespace of an engine, without a request's salt."""
-    model = vllm_config.model_config
-    described = {
-        "hf_config": model.hf_config.to_dict(),
-        "quantization": str(model.quantization),
+class Identity:
+    """What names the KV of an engine; parts of it become known after its start."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        vllm_version: str,
+        weights: Weights,
+        adapters: Adapters,
+        epochs: Epochs,
+    ) -> None:
+        self._config = vllm_config
+        self._version = vllm_version
+        self._worker: WorkerDescription | None = None
+        self._model = ""
+        self.weights = weights
+        self.adapters = adapters
+        self.epochs = epochs
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all is known but perhaps the epoch."""
+        return self._worker is not None and self.weights.identity is not None
+
+    def worker_told(self, worker: WorkerDescription) -> None:
+        """What only the worker's side knows."""
+        self._worker = worker
+        self._model = _digest(described(self._config, self._version))
+        self.epochs.watched(worker.watches_weights)
+
+    def namespace(self) -> Namespace | None:
+        """The engine's namespace, without a request's salt and adapter; None while unknown."""
+        worker, weights, epoch = self._worker, self.weights.identity, self.epochs.current
+        if worker is None or weights is None or epoch is None:
+            return None
+        dtype, cache_dtype = self._config.model_config.dtype, self._config.cache_config.cache_dtype
+        return Namespace(
+            model=self._model,
+            weights=weights,
+            dtype=f"{dtype} {cache_dtype}",
+            geometry=worker.geometry_digest,
+            layout=worker.layout,
+            backend=worker.backend,
+            ranks="tp1 pp1",
+            scales=worker.scales,
+            epoch=epoch,
+        )
+
+
+def described(vllm_config: Any, vllm_version: str) -> dict[str, Any]:
+    """All of vLLM's configuration that counts, as plain values."""
+    return {
         "vllm": ".".join(vllm_version.split(".")[:2]),
+        "configuration": _counted(vllm_config),
+        # Where vLLM is to find the length itself, models are made for the longest there is.
+        "longest": vllm_config.model_config.original_max_model_len,
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "kernels": [_version(name) for name in _KERNELS],
+        "plugins": sorted(_plugins()),
     }
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    return Namespace(
-        model=json.dumps(described, sort_keys=True, default=str),
-        weights=fingerprint(str(model.model), model.revision, vllm_config.load_config, model.seed),
-        dtype=f"{model.dtype} {cache_dtype}",
-        geometry=geometry_digest,
-        layout=layout,
-        backend=backend,
-        ranks="tp1 pp1",
-    )
-
-
-def fingerprint(model: str, revision: str | None, load_config: Any, seed: int) -> str:
-    """Tells weights apart: names, sizes and samples of the files, spread evenly over each.
-
-    A model that is not a local directory is told by name and revision, random weights by their
-    seed.
-    """
-    load_format = str(load_config.load_format)
-    if load_format == "dummy":
-        return f"dummy {model} {seed}"
-    files = sorted(path for pattern in _WEIGHT_PATTERNS for path in Path(model).glob(pattern))
-    if not files:
-        return f"named {model} {revision} {load_format}"
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // max(1, _SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def extras_of(request: Any, chunk_tokens: int) -> dict[int, list[Extra]]:
-    """The extras of a request's chunks, by chunk: LoRA adapter and multimodal items."""
+    """The extras of a request's chunks, by chunk: the multimodal items that overlap it."""
     extras: dict[int, list[Extra]] = {}
-    if request.lora_request is not None:
-        lora = request.lora_request
-        content = fingerprint_adapter(lora.lora_path)
-        every_chunk = range(-(-request.num_tokens // chunk_tokens) + 1)
-        for chunk in every_chunk:
-            extras.setdefault(chunk, []).append(Extra("lora", f"{lora.lora_path} {content}"))
     for item in request.mm_features:
         start, length = item.mm_position.offset, item.mm_position.length
         for chunk in range(start // chunk_tokens, -(-(start + length) // chunk_tokens)):
@@ -76,15 +102,60 @@ def extras_of(request: Any, chunk_tokens: int) -> dict[int, list[Extra]]:
     return extras
 
 
-def fingerprint_adapter(path: str) -> str:
-    """The content of an adapter's files; read when they are new or have changed."""
-    files = [(file, file.stat()) for file in sorted(Path(path).glob("adapter_*"))]
-    return _fingerprint(tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in files))
+def _counted(config: Any) -> dict[str, Any]:
+    """The fields of one of vLLM's configuration classes that count; those that the table does not
+    name, of a newer vLLM, count too."""
+    rows = FIELDS.get(type(config).__name__, {})
+    return {
+        field.name: _plain(getattr(config, field.name, None))
+        for field in dataclasses.fields(config)
+        if field.name not in rows or rows[field.name].treatment is not Treatment.NEUTRAL
+    }
 
 
-@lru_cache(256)
-def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for file, _, _ in files:
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+def _plain(value: Any, depth: int = 0) -> Any:
+    """`value` as JSON can have it, alike in every process."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PurePath):
+        return str(value)
+    if depth > _DEEPEST:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        kept = {str(k): _plain(v, depth + 1) for k, v in value.items() if k not in _NO_CONTENT}
+        return dict(sorted(kept.items()))
+    if hasattr(value, "to_dict") and not isinstance(value, type):  # a model's: it iterates as well
+        return _plain(value.to_dict(), depth + 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        row = WHOLE.get(type(value).__name__)
+        neutral = row is not None and row.treatment is Treatment.NEUTRAL
+        return None if neutral else _counted(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(v, depth + 1)) for v in value)
+    if isinstance(value, Sequence):
+        return [_plain(v, depth + 1) for v in value]
+    if callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    if hasattr(value, "__dict__") and vars(value):
+        return [type(value).__qualname__, _plain(vars(value), depth + 1)]
+    return str(value)
+
+
+def _plugins() -> Iterable[str]:
+    """vLLM's plugins that are installed: they may change any model."""
+    for entry in entry_points(group="vllm.general_plugins"):
+        version = entry.dist.version if entry.dist is not None else ""
+        yield f"{entry.name} {entry.value} {version}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -27,6 +27,8 @@ class Load:
     released: bool
     failed: bool = False
     over: bool = False
+    recomputed: bool = False
+    """Its request computes instead."""
 
     @property
     def is_gate(self) -> bool:
@@ -59,10 +61,15 @@ class Loads:
         """vLLM's cache manager, where vLLM hands it over (from 0.32 on)."""
         self._manager = manager
 
+    @property
+    def recomputes_elsewhere(self) -> bool:
+        """Whether a request whose load failed gets other blocks."""
+        return self._manager is not None
+
     def begin(self, tracked: Tracked, offer: Offer) -> int:
         """Load what was offered into the request's blocks; returns the load's number."""
         first = offer.start_tokens // self._block_tokens
-        blocks = tracked.blocks[first : first + offer.tokens // self._block_tokens]
+        blocks = tracked.blocks_from(first, first + offer.tokens // self._block_tokens)
         release = offer.release
         self._number += 1
         self.open[self._number] = Load(
@@ -143,8 +150,10 @@ class Loads:
                     request.num_output_placeholders = 0
 
     def recompute(self, number: int) -> None:
-        """A load failed before its request ran: the request computes instead."""
-        self._recompute(self.open[number])
+        """A load failed before its request ran, on one rank or on several: the request computes."""
+        load = self.open.get(number)
+        if load is not None and not load.recomputed:
+            self._recompute(load)
 
     def fail(self, number: int) -> None:
         """A load failed after release: nobody may find its blocks in the prefix cache any more.
@@ -160,9 +169,10 @@ class Loads:
         bad = set(load.blocks)
         self._held.evict(bad)
         for reader in load.readers.values():  # and what they computed on bad blocks
-            first = next((i for i, block in enumerate(reader.blocks) if block in bad), None)
+            blocks = reader.blocks
+            first = next((i for i, block in enumerate(blocks) if block in bad), None)
             if first is not None:
-                self._held.evict(reader.blocks[first:])
+                self._held.evict(blocks[first:])
         waits = load.tracked.request.status.name in ("WAITING", "PREEMPTED")
         if waits and self._manager is not None and load.tracked.name in self._tracked:
             self._recompute(load)
@@ -184,6 +194,7 @@ class Loads:
         is why the worker's side then waits until the load is over (`worker.ACKNOWLEDGE_S`).
         """
         request = load.tracked.request
+        load.recomputed = True
         load.tracked.may_load = False
         load.tracked.saved_chunks = load.start_tokens // self._chunk_tokens
         load.readers.pop(request.request_id, None)  # no step of its needs this load any more

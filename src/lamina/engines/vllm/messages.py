@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -52,6 +52,8 @@ class StepMetadata(KVConnectorMetadata):
     gates: list[int] = field(default_factory=list)
     bad_blocks: set[int] = field(default_factory=set)
     tokens: int = 0
+    look_at_weights: int = 0
+    """The number of a reset after which the weights may be others; 0: there is nothing to ask."""
 
 
 class LandedLoad(NamedTuple):
@@ -70,6 +72,7 @@ class StepReport(KVConnectorWorkerMetadata):
     `over`: nothing more will touch the blocks. `failed`: after release, the blocks are bad.
     `recompute`: failed before release and over, the request can compute instead. `step` is the
     number of a step that computed something, `landed` what the server told since the last report.
+    `weights` answers `StepMetadata.look_at_weights`, an entry a rank, with the reset's number.
     """
 
     step: int = 0
@@ -79,6 +82,7 @@ class StepReport(KVConnectorWorkerMetadata):
     loads_to_recompute: Counter[int] = field(default_factory=Counter)
     stores_over: Counter[int] = field(default_factory=Counter)
     landed: list[LandedLoad] = field(default_factory=list)
+    weights: list[tuple[int, str | None]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Add another rank's report."""
@@ -90,6 +94,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.loads_to_recompute + other.loads_to_recompute,
             self.stores_over + other.stores_over,
             self.landed + other.landed,
+            self.weights + other.weights,
         )
 
     def __bool__(self) -> bool:
@@ -100,16 +105,28 @@ class StepReport(KVConnectorWorkerMetadata):
             or self.loads_to_recompute
             or self.stores_over
             or self.landed
+            or self.weights
         )
 
 
-@dataclass(frozen=True)
-class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """What only the worker knows, for the keys: geometry, order inside a page, backend."""
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the worker's side knows, for the keys. It travels over Lamina's own connection:
+    beside other connectors vLLM's handshake belongs to whichever comes first."""
 
     geometry_digest: bytes
     layers: int
     token_bytes: int
     """The KV of a token, in all layers."""
     layout: str
+    """Tells apart orders inside a page."""
     backend: str
+    scales: str
+    watches_weights: bool
+    """Whether it can tell that the weights in memory have changed."""
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> WorkerDescription:
+        return msgspec.msgpack.decode(encoded, type=cls)

@@ -7,17 +7,18 @@ What becomes of a hit is decided in `planning`; `loads` and `stores` see transfe
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from lamina.client import Client
 from lamina.engines.vllm.config import ConnectorSettings, RequestSettings
-from lamina.engines.vllm.identity import extras_of
+from lamina.engines.vllm.identity import Identity, extras_of
 from lamina.engines.vllm.loads import Loads
-from lamina.engines.vllm.messages import StepMetadata, StepReport
+from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.planning import Planner
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.stores import Stores
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 LOOKUP_WAIT_S = 300e-6
 """A lookup's answer is worth this wait: `None` costs an idle engine 1 ms, a busy one a step."""
+ADAPTER_WAIT_S = 1.0
+"""A request waits so long until its adapter's files are read, which vLLM must do too."""
 
 
 class SchedulerSide:
@@ -38,6 +41,7 @@ class SchedulerSide:
         self,
         settings: ConnectorSettings,
         client: Client,
+        identity: Identity,
         block_tokens: int,
         num_blocks: int,
         step_tokens: int,
@@ -46,9 +50,12 @@ class SchedulerSide:
         """`step_tokens` is the most that a step computes."""
         self._settings = settings
         self.client = client
+        self._identity = identity
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._namespace: Namespace | None = None
+        """None until all of the identity is known, and while it is not known after a reset."""
+        self._waits_for_epoch = False
         self._tracked: dict[str, Tracked] = {}
         self._reports = StepReport()
         self._steps = 0
@@ -69,10 +76,13 @@ class SchedulerSide:
         """vLLM's cache manager, where vLLM hands it over (from 0.32 on)."""
         self.loads.bind_manager(manager)
 
-    def set_identity(self, namespace: Namespace, layers: int, token_bytes: int) -> None:
-        """What the worker's side found out; before this nothing is looked up or stored."""
-        self._namespace = namespace
-        self._planner.set_model(layers, token_bytes)
+    def find_identity(self) -> None:
+        """Take what is known by now; before all is, nothing is looked up or stored."""
+        if not self._identity.is_known and (told := self.client.workers(self._ranks)) is not None:
+            worker = WorkerDescription.decode(told[0])
+            self._identity.worker_told(worker)
+            self._planner.set_model(worker.layers, worker.token_bytes)
+        self._namespace = self._identity.namespace()
 
     def is_tracked(self, request_id: str) -> bool:
         """Whether steps of the request are gated where it reads a load in flight."""
@@ -88,17 +98,20 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Begin to look the request's prompt up, so that the answer is there when vLLM asks."""
         self.client.poll()
+        if self._namespace is None:
+            self.find_identity()
         if (tracked := self._track(request)) is not None:
             self._look_up(tracked)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond vLLM's own hit, and whether asynchronously.
 
-        None while the lookup is on its way. Commits nothing: vLLM may ask again.
+        None while the lookup is on its way, or what names the request's KV is being found out.
+        Commits nothing: vLLM may ask again.
         """
         tracked = self._track(request)
         if tracked is None:
-            return 0, False
+            return (None, False) if self._is_worth_waiting(request) else (0, False)
         tracked.offer = None
         hit = self._hit(tracked)
         if hit is None:
@@ -115,12 +128,13 @@ class SchedulerSide:
         tracked.offer = Offer(lease, local_tokens, beyond, tokens, release)
         return tokens, tokens > 0 and release.release_after_slices > 0
 
-    def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """The request has `blocks`; with `tokens` > 0, load that many: those that were offered."""
+    def allocated(self, request: Any, table: Any, tokens: int) -> None:
+        """The request has the blocks of `table` (vLLM's `KVCacheBlocks`); with `tokens` > 0, load
+        that many: those that were offered."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        tracked.blocks = list(blocks)
+        tracked.table = table
         offer, tracked.offer = tracked.offer, None
         if tokens and offer is not None:
             self._planner.committed(tracked, offer, self.loads.begin(tracked, offer))
@@ -166,6 +180,8 @@ class SchedulerSide:
         if output.total_num_scheduled_tokens:
             self._planner.step_built(self._steps, output, bool(gates))
         written = set(getattr(output, "new_block_ids_to_zero", None) or ())
+        asks = self._waits_for_epoch and self._identity.epochs.current is None
+        self._waits_for_epoch = False
         return StepMetadata(
             self._steps,
             self.loads.take_new(written),
@@ -173,6 +189,7 @@ class SchedulerSide:
             gates,
             self.loads.bad_blocks(),
             output.total_num_scheduled_tokens,
+            self._identity.epochs.resets if asks else 0,
         )
 
     def step_done(self, released: Iterable[str], report: StepReport | None) -> None:
@@ -184,7 +201,10 @@ class SchedulerSide:
             self._planner.step_over(report.step)
         self._planner.landed(report.landed)
         self._reports = self._reports.aggregate(replace(report, landed=[]))
-        for number in self._complete(self._reports.loads_to_recompute):
+        self._take_weights()
+        # Without vLLM's manager the request computes in the same blocks: none may be written still.
+        needed = 1 if self.loads.recomputes_elsewhere else self._ranks
+        for number in self._complete(self._reports.loads_to_recompute, at_least=needed):
             self._planner.load_failed(number)
             self.loads.recompute(number)
         for number in self._complete(self._reports.loads_failed, at_least=1):
@@ -196,11 +216,14 @@ class SchedulerSide:
         for number in self._complete(self._reports.stores_over):
             self.stores.end(number)
 
-    def reset(self) -> None:
-        """vLLM's caches were reset, perhaps for other weights: a new epoch, for new requests."""
-        if self._namespace is not None:
-            fields = {name: getattr(self._namespace, name) for name in Namespace.__struct_fields__}
-            self._namespace = Namespace(**{**fields, "epoch": secrets.randbits(63)})
+    def reset(self, forget: bool) -> None:
+        """vLLM's prefix cache was reset, with `forget` ours too; perhaps for other weights.
+
+        A new epoch for new requests, unless the weights turn out to be the same and nothing is to
+        be forgotten. Nothing of before is loaded or stored any more.
+        """
+        self._identity.epochs.reset(forget)
+        self._namespace = self._identity.namespace()
         for tracked in self._tracked.values():
             tracked.may_load = tracked.may_store = False
 
@@ -218,8 +241,14 @@ class SchedulerSide:
         settings = self._settings_of(request)
         namespace = self._namespace
         if request.cache_salt:
-            fields = {name: getattr(namespace, name) for name in Namespace.__struct_fields__}
-            namespace = Namespace(**{**fields, "salt": request.cache_salt})
+            namespace = msgspec.structs.replace(namespace, salt=request.cache_salt)
+        if (lora := request.lora_request) is not None:
+            adapter = self._identity.adapters.identity(lora)
+            if adapter is None and self._is_worth_waiting(request):
+                return None
+            if adapter is None:
+                settings = self._without()
+            namespace = msgspec.structs.replace(namespace, adapter=adapter or "unknown")
         tracked = Tracked(
             request,
             settings,
@@ -232,7 +261,7 @@ class SchedulerSide:
         return tracked
 
     def _settings_of(self, request: Any) -> RequestSettings:
-        without = RequestSettings(self._settings, {"lamina.load": False, "lamina.store": False})
+        without = self._without()
         if request.prompt_embeds is not None or request.resumable:
             return without  # no token ids to name chunks by; or a prompt that is not all there yet
         try:
@@ -242,6 +271,19 @@ class SchedulerSide:
             name = request.request_id
             log.warning("request %s goes without the cache: %s", name, error, exc_info=not is_told)
             return without
+
+    def _without(self) -> RequestSettings:
+        """Those of a request that goes without the cache."""
+        return RequestSettings(self._settings, {"lamina.load": False, "lamina.store": False})
+
+    def _is_worth_waiting(self, request: Any) -> bool:
+        """Whether it will soon be known what names the request's KV."""
+        if self._namespace is None:
+            self.find_identity()
+            self._waits_for_epoch = self._identity.is_known and self._namespace is None
+            return self._waits_for_epoch or self._namespace is not None
+        lora = request.lora_request
+        return lora is not None and self._identity.adapters.is_being_read(lora, ADAPTER_WAIT_S)
 
     def _look_up(self, tracked: Tracked) -> None:
         if not tracked.may_load:
@@ -288,24 +330,26 @@ class SchedulerSide:
         is_over = self._tracked.get(tracked.name) is not tracked
         self.stores.store_confirmed(tracked, is_over, self.client.is_usable)
 
-    # Blocks
+    # Steps, in detail
 
     def _note_scheduled(self, new: Any, cached: Any) -> None:
-        """Note where newly scheduled requests begin, and the blocks that running ones were given;
-        resumed ones got theirs all anew."""
-        for data in new:
-            if (tracked := self._tracked.get(data.req_id)) is not None:
-                tracked.admitted_tokens = data.num_computed_tokens
-        for name, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            tracked = self._tracked.get(name)
-            if tracked is None:
-                continue
+        """Note where requests begin that are scheduled anew, for the first time or again."""
+        starts = {data.req_id: data.num_computed_tokens for data in new}
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if name in cached.resumed_req_ids:
+                starts[name] = computed
+        for name, computed in starts.items():
+            if (tracked := self._tracked.get(name)) is not None:
                 tracked.admitted_tokens = computed
-            elif blocks is not None:
-                tracked.blocks.extend(blocks[0])
+
+    def _take_weights(self) -> None:
+        """What all ranks say of their weights since the last reset."""
+        resets = self._identity.epochs.resets
+        told = [change for reset, change in self._reports.weights if reset == resets]
+        if len(told) >= self._ranks:
+            self._reports.weights.clear()
+            self._identity.epochs.looked(resets, told[: self._ranks])
+            self._namespace = self._identity.namespace()
 
     def _complete(self, counts: Any, at_least: int = 0) -> list[int]:
         """Take the numbers that all ranks (or `at_least` some) have reported."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lamina.engines.vllm.config import ConnectorSettings
 from lamina.engines.vllm.messages import StoreSpec
 from lamina.engines.vllm.stats import SchedulerCounts
-from lamina.engines.vllm.tracked import HeldBlocks, Tracked
+from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Tracked
 
 
 @dataclass(eq=False)
@@ -73,14 +73,23 @@ class Stores:
         queued, self._queued = self._queued, []
         return queued
 
+    def give_up_queued(self) -> None:
+        """Stores that no step has taken yet are over."""
+        for spec in self.take_queued():
+            self.end(spec.number)
+
     def end(self, number: int) -> None:
-        """The worker's side says that a store is over."""
-        store = self._open.pop(number)
+        """The worker's side says that a store is over, or given up: no block of it is read."""
+        store = self._open.pop(number, None)
+        if store is None:
+            return  # given up, and told again
         self._held_blocks -= len(store.blocks)
         self._held.release(store.blocks)
 
     def _queue(self, tracked: Tracked, first: int, end: int, per_chunk: int) -> None:
-        blocks = tracked.blocks[first * per_chunk : end * per_chunk]
+        blocks = tracked.blocks_from(first * per_chunk, end * per_chunk)
+        if NULL_BLOCK in blocks or len(blocks) != (end - first) * per_chunk:
+            return  # some of it is not there any more
         keys = tracked.chain.extend(tracked.request.all_token_ids, tracked.extras)
         self._held.hold(blocks)
         self._held_blocks += len(blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lamina.client import Lookup, Release
@@ -38,7 +38,8 @@ class Tracked:
     lookup: Lookup | None = None
     looked_up_s: float = 0.0
     offer: Offer | None = None
-    blocks: list[int] = field(default_factory=list)
+    table: Any = None
+    """vLLM's own view of the request's blocks (`KVCacheBlocks`): it follows what vLLM does."""
     admitted_tokens: int = 0
     """Tokens that counted as computed when the request was last scheduled anew. Others may be
     computing them in that very step, so they are confirmed only once more than they are."""
@@ -50,6 +51,20 @@ class Tracked:
     @property
     def name(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that the request has now, by position."""
+        return self.blocks_from(0)
+
+    def blocks_from(self, first: int, end: int | None = None) -> list[int]:
+        """Those at these positions."""
+        blocks = () if self.table is None else self.table.blocks[0][first:end]
+        return [block.block_id for block in blocks]
+
+
+NULL_BLOCK = 0
+"""The block that vLLM puts where a request has none: nobody's KV."""
 
 
 class HeldBlocks:

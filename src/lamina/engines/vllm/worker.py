@@ -9,6 +9,7 @@ compute stream wait for a layer's slices; `end_step` settles what the step has r
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from lamina.board import TransferStatus
 from lamina.client import Client, Gate, Retrieve, StepGates, Store
 from lamina.devices.base import WorkerDevice
 from lamina.engines.vllm.layout import KvLayout
+from lamina.engines.vllm.loaded import LoadedWeights
 from lamina.engines.vllm.messages import (
     LandedLoad,
     LoadSpec,
@@ -30,6 +32,7 @@ from lamina.engines.vllm.messages import (
     StoreSpec,
 )
 from lamina.engines.vllm.stats import WorkerCounts
+from lamina.engines.vllm.tracked import NULL_BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +73,13 @@ class WorkerSide:
         client: Client,
         device: WorkerDevice,
         layout: KvLayout,
+        weights: LoadedWeights,
         recomputes_elsewhere: bool,
     ) -> None:
         """`recomputes_elsewhere`: a waiting request whose load failed gets other blocks."""
         self.client = client
+        self._weights = weights
+        self._weights_now: list[tuple[int, str | None]] = []
         self._recomputes_elsewhere = recomputes_elsewhere
         self._device = device
         self._layer_of = layout.layer_of
@@ -107,6 +113,8 @@ class WorkerSide:
         self.client.poll()
         self._step = step
         self.invalid_blocks = set()
+        if step.look_at_weights:
+            self._weights_now = [(step.look_at_weights, self._weights.change())]
         for load in step.loads:
             if load.number not in self._loads:
                 self._begin_load(load, stream)
@@ -157,21 +165,32 @@ class WorkerSide:
             report.stores_over[number] = 1
         self._stores_never_begun.clear()
         report.landed = self._take_accounts()
+        report.weights, self._weights_now = self._weights_now, []
         if self._step is not None and self._step.tokens:
             report.step = self._step.number
             self.invalid_blocks |= self._step.bad_blocks
         self._step_gates = self._step = None
         return released, report
 
+    def give_up_stores(self) -> list[int]:
+        """Give up the stores under way; returns their numbers: nobody reads their blocks now."""
+        self.client.give_up_stores()
+        given_up = [number for number, store in self._stores.items() if store.is_over]
+        for number in given_up:
+            del self._stores[number]
+        return given_up
+
     def _begin_load(self, spec: LoadSpec, stream: Any) -> None:
-        retrieve = self.client.retrieve(
-            spec.request,
-            spec.lease,
-            spec.start_tokens,
-            [np.array(spec.blocks, np.int32)],
-            spec.layers_per_slice,
-            self.client.write_ticket(stream) if spec.needs_ticket else None,
-        )
+        retrieve = None
+        if NULL_BLOCK not in spec.blocks:  # all requests share that one: the load fails
+            retrieve = self.client.retrieve(
+                spec.request,
+                spec.lease,
+                spec.start_tokens,
+                [np.array(spec.blocks, np.int32)],
+                spec.layers_per_slice,
+                self.client.write_ticket(stream) if spec.needs_ticket else None,
+            )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
         released = not spec.release_after_slices
         self._loads[spec.number] = _Loading(spec, gate, time.monotonic(), released)
@@ -270,3 +289,13 @@ def device_of(kv_caches: Mapping[str, Any]) -> WorkerDevice:
     if kind == "cuda":
         return CudaWorkerDevice()
     raise DeviceError(f"the KV lies on a {kind!r} device", "Lamina serves CPU and CUDA memory")
+
+
+def kind_of(kv_caches: Mapping[str, Any]) -> str:
+    """What computes: vLLM chooses kernels by it, some of which round where others do not."""
+    import torch
+
+    device = next(iter(kv_caches.values())).device
+    if device.type == "cuda":
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
