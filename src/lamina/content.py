@@ -35,6 +35,12 @@ CLOCK_SLACK_NS = 10_000_000
 """File times come from the kernel's tick, which lags the clock by up to 10 ms (CONFIG_HZ=100)."""
 
 
+def wall_clock_ns() -> int:
+    """The clock by which files are dated, for comparing with their times and nothing else: it can
+    be set. Where it is set back, a file that is written afterwards looks old."""
+    return time.time_ns()
+
+
 class FileChangedError(LaminaError):
     """A file was written after the engine may have read it: what the engine has is unknown."""
 
@@ -130,7 +136,7 @@ def _remembered(descriptor: int, stat: os.stat_result, memory: Path | None) -> s
         if _SHA256.fullmatch(known):
             return known
         digest = _read(descriptor)
-        if stat.st_ctime_ns + _RECENT_NS < time.time_ns():
+        if stat.st_ctime_ns + _RECENT_NS < wall_clock_ns():
             os.pwrite(entry, digest.encode(), 0)
         return digest
     finally:

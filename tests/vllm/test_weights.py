@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lamina.engines.vllm import began
 from lamina.engines.vllm.began import Beginnings, process_start_ns
 from lamina.engines.vllm.weights import Weights
 from tests.support.wait import eventually
@@ -236,7 +237,7 @@ def test_an_engine_of_this_process_began_when_its_configuration_was_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter(range(10**18, 10**18 + 10**12, 10**9))
-    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    monkeypatch.setattr(began, "wall_clock_ns", lambda: next(clock))
     beginnings = Beginnings()
     first_ns = 10**18
     beginnings.looked_up()
@@ -251,7 +252,7 @@ def test_an_engine_of_this_process_began_when_its_configuration_was_made(
 def test_a_look_up_right_before_a_connector_is_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever made two configurations first, and then two engines, looked up before the first."""
     now = 10**18
-    monkeypatch.setattr(time, "time_ns", lambda: now)
+    monkeypatch.setattr(began, "wall_clock_ns", lambda: now)
     beginnings = Beginnings()
     beginnings.looked_up()
     now += 10**9

@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from lamina.content import wall_clock_ns
+
 _SOONER_IS_NO_CONFIGURATION_NS = 20_000_000
 """Between an engine's configuration and its connector lies the loading of a model. A look-up that
 comes right before a connector is made was for that."""
@@ -27,16 +29,16 @@ class Beginnings:
 
     def looked_up(self) -> None:
         """vLLM looks the connector's class up."""
-        self._first_look_ns = self._first_look_ns or time.time_ns()
+        self._first_look_ns = self._first_look_ns or wall_clock_ns()
 
     def worker_made(self) -> None:
         """A worker's side is made."""
-        self._worker_made_ns = time.time_ns()
+        self._worker_made_ns = wall_clock_ns()
 
     def take(self) -> int:
         """A time before the engine whose scheduler's side is being made began to load, in
         nanoseconds of the wall clock."""
-        now_ns = time.time_ns()
+        now_ns = wall_clock_ns()
         look_ns, made_ns = self._first_look_ns, self._worker_made_ns or now_ns
         last_ns = self._last_made_ns
         self._first_look_ns, self._worker_made_ns, self._last_made_ns = None, None, now_ns
@@ -51,7 +53,7 @@ def process_start_ns() -> int:
     """When this process began, by the wall clock (proc(5): field 22 of stat, ticks since boot)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + started_ns
+    return wall_clock_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + started_ns
 
 
 beginnings = Beginnings()

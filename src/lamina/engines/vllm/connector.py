@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lamina.client import Client
+from lamina.content import wall_clock_ns
 from lamina.devices.host import HostWorkerDevice
 from lamina.engines.vllm.adapters import Adapters
 from lamina.engines.vllm.began import beginnings
@@ -107,7 +108,7 @@ class LaminaConnector(KVConnectorBase_V1):
         return ConnectorSettings.parse(config.kv_transfer_config.kv_connector_extra_config)
 
     def _make_scheduler(self, num_blocks: int) -> None:
-        config, made_ns = self._config, time.time_ns()
+        config, made_ns = self._config, wall_clock_ns()
         weights = Weights(config, self._settings.model_id, beginnings.take())
         weights.begin()
         adapters = Adapters(self._engine_id, made_ns)
