@@ -27,6 +27,7 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM and torch warn about is not ours
         importlib.import_module("lamina.engines.vllm.connector")
+        importlib.import_module("vllm.model_executor.layers.attention")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

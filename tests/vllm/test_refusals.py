@@ -43,7 +43,10 @@ def engine_config(
         block_size=BLOCK_TOKENS,
         max_model_len=2048,
         enforce_eager=True,
-        kv_transfer_config={**connector_config(socket_path, **settings), **transfer},
+        kv_transfer_config={
+            **connector_config(socket_path, **{"model_id": "any", **settings}),
+            **transfer,
+        },
         **args,
     ).create_engine_config()
 

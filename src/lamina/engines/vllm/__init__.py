@@ -11,6 +11,7 @@
 Importing it touches no GPU and no network.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lamina.engines.vllm.began import beginnings
@@ -27,5 +28,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lamina.engines.vllm import connector
 
-    beginnings.looked_up()
+    if str(sys._getframe(1).f_globals.get("__name__")).startswith("vllm."):
+        beginnings.looked_up()
     return connector.LaminaConnector
