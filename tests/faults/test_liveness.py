@@ -179,6 +179,18 @@ def test_a_message_that_comes_late_ends_nothing_of_a_later_request(scene: Scene)
     scene.wait_for_gauges(leases=0, pins=0)
 
 
+def test_a_server_that_is_busy_when_it_is_told_to_stop_stops(socket_path: Path) -> None:
+    """A thousand retrieves of an engine that died had ended at once, and the signal was lost."""
+    server = FaultServer(socket_path)
+    server.call("crowd_loop")
+    server.send(signal.SIGTERM)
+    server.call("free_loop")
+    try:
+        assert server.join() == 0
+    finally:
+        server.kill()
+
+
 def test_no_clock_that_can_be_set_is_read() -> None:
     """Deadlines, leases and heartbeats are monotonic: only a benchmark's report has a date, and
     only times of files are compared with the clock that dates them."""

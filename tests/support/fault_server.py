@@ -139,6 +139,7 @@ class _Control:
         self.server = lamina.server.main.Server(settings, {HOST: self.device})
         self.log = _Errors()
         self._serving = threading.Event()
+        self._is_freed = threading.Event()
 
     def wait_until_serving(self) -> None:
         assert self._serving.wait(PATIENCE_S), "the server does not start"
@@ -189,6 +190,15 @@ class _Control:
 
     def stop(self) -> None:
         self._on_loop(self.server.stop)
+
+    def crowd_loop(self) -> None:
+        """Hold the event loop, and wake it up more often than its pipe can take."""
+        _loop().call_soon_threadsafe(self._is_freed.wait, PATIENCE_S)
+        for _ in range(10_000):
+            _loop().call_soon_threadsafe(lambda: None)
+
+    def free_loop(self) -> None:
+        self._is_freed.set()
 
     async def run(self) -> None:
         _loops.append(asyncio.get_running_loop())

@@ -101,10 +101,12 @@ class Server:
         Raises `SettingsError` when the HTTP port cannot be had.
         """
         loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals
+        stop = self._stop = asyncio.Event()
+        # Not with `add_signal_handler`: its signals go through the pipe by which other threads wake
+        # the loop, and one that arrives while that is full of wake-ups is lost.
+        with contextlib.suppress(ValueError):  # not the main thread: no signals
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._stop.set)
+                signal.signal(number, lambda *_: _call_on(loop, stop.set))
 
         def publish(nbytes: int) -> None:
             _call_on(loop, partial(self.arena.extend, nbytes))
@@ -126,7 +128,7 @@ class Server:
                 await self._serve_http(self.settings.http, stack)
             log.info("lamina %s serves %s", __version__, self.settings.socket)
             ready()
-            await self._stop.wait()
+            await stop.wait()
             log.info("stopping")
             await self._drain()
         self.lanes.stop()

@@ -22,7 +22,6 @@ from lamina.errors import (
     DeviceError,
     ErrorCode,
     GeometryError,
-    PeerGoneError,
     RequestRefusedError,
 )
 from lamina.geometry import check_block_ids
@@ -374,9 +373,11 @@ class Service:
 
 
 def _log_failure(kind: str, session: Session, error: DeviceError | None) -> None:
-    """Not that the engine has died: a thousand transfers of it may find that out at once."""
-    if error is not None and not isinstance(error, PeerGoneError):
-        log.warning("a %s of %s failed: %s", kind, session, error)
+    """Say why a transfer failed, once until one does not: a thousand may of an engine that dies."""
+    failure = "" if error is None else str(error)
+    if failure not in ("", session.failure):
+        log.warning("a %s of %s failed: %s", kind, session, failure)
+    session.failure = failure
 
 
 def _on_loop(

@@ -85,6 +85,8 @@ class Session:
         self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
         self.in_flight = Held()
         self.number = 0
+        self.failure = ""
+        """Why its last transfer failed; empty after one that did not."""
         self.hang_up: Callable[[], None] = _not_connected
         """Closes the connection from this end."""
         self.over = asyncio.Event()
