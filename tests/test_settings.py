@@ -297,11 +297,25 @@ def test_the_length_of_a_socket_path_is_counted_in_bytes() -> None:
         check_socket_path(Path("/" + "é" * 54))
 
 
-def test_the_default_socket_is_in_a_directory_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
-    assert default_socket() == Path("/run/user/7/lamina/lamina.sock")
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert default_socket() == Path(f"/tmp/lamina-{os.getuid()}/lamina.sock")
+def test_the_default_socket_is_the_same_in_every_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine under systemd or cron has other variables than a server from a login shell."""
+    monkeypatch.delenv("LAMINA_SOCKET", raising=False)
+    for runtime in ("/run/user/7", ""):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        assert default_socket() == Path(f"/tmp/lamina-{os.geteuid()}/lamina.sock")
+    for make in (ClientSettings, ServerSettings):
+        monkeypatch.setenv("LAMINA_SOCKET", "/run/lamina/lamina.sock")
+        assert make().socket == Path("/run/lamina/lamina.sock")
+        monkeypatch.setenv("LAMINA_SOCKET", "")
+        assert make().socket == Path(f"/tmp/lamina-{os.geteuid()}/lamina.sock")
+
+
+@pytest.mark.parametrize("uid", [-1, 2**32 - 1])
+def test_a_number_that_is_no_users_is_refused(uid: int) -> None:
+    with pytest.raises(SettingsError, match=f"server_uid {uid} is no user's number"):
+        ClientSettings(server_uid=uid)
+    with pytest.raises(SettingsError, match=rf"allow_uid {uid} is no user's number.*`id -u USER`"):
+        ServerSettings(allow_uids=(1000, uid))
 
 
 def test_lists_of_counts() -> None:

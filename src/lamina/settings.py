@@ -32,10 +32,10 @@ _Settings = TypeVar("_Settings", bound="ClientSettings")
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/lamina/lamina.sock`, or the like under /tmp for this user."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "lamina" if runtime else Path(f"/tmp/lamina-{os.getuid()}")
-    return directory / "lamina.sock"
+    """`$LAMINA_SOCKET`, or `/tmp/lamina-UID/lamina.sock`: the same in every session of a user, so
+    that engines and servers find each other however they were started."""
+    named = os.environ.get("LAMINA_SOCKET")
+    return Path(named) if named else Path(f"/tmp/lamina-{os.geteuid()}/lamina.sock")
 
 
 def parse_bytes(text: str) -> int:
@@ -83,6 +83,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can set. Times in milliseconds."""
 
     socket: Path = msgspec.field(default_factory=default_socket)
+    server_uid: int | None = None
+    """A user besides the engine's own whose server is trusted. None: no other's."""
     layerwise_overlap: Overlap = AUTO
     """Layers a slice; `WHOLE` moves all at once, `AUTO` decides for each load."""
     release_after_slices: int | None = None
@@ -103,6 +105,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket)
+        if self.server_uid is not None:
+            _check_uid("server_uid", self.server_uid)
         for name in ("connect", "lookup", "retrieve", "store"):
             _at_least(f"{name}_timeout_ms", getattr(self, f"{name}_timeout_ms"), 1)
         _at_least("suspect_after_ms", self.suspect_after_ms, 1)
@@ -142,6 +146,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `lamina serve` can set."""
 
     socket: Path = msgspec.field(default_factory=default_socket)
+    allow_uids: tuple[int, ...] = ()
+    """Users besides the server's own whose engines may connect."""
     arena_bytes: int = 4 * 2**30
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     lease_ttl_s: float = 60.0
@@ -153,6 +159,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket)
+        for uid in self.allow_uids:
+            _check_uid("allow_uid", uid)
         _at_least("chunk_tokens", self.chunk_tokens, 1)
         _at_least("arena_bytes", self.arena_bytes, 4096)
         _above("lease_ttl_s", self.lease_ttl_s)
@@ -177,6 +185,11 @@ def check_socket_path(path: Path) -> None:
             f"the socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes",
             "Choose a shorter path, for example under /run or /tmp",
         )
+
+
+def _check_uid(name: str, uid: int) -> None:
+    if not 0 <= uid < 2**32 - 1:  # the last number is no user's (chown(2))
+        raise SettingsError(f"{name} {uid} is no user's number", "Look it up with `id -u USER`")
 
 
 def _path(wanted: type[Any], value: object) -> object:
