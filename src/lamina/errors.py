@@ -67,6 +67,10 @@ class ServerUnavailableError(LaminaError):
     """No server answers on the socket, or it died."""
 
 
+class UntrustedServerError(ServerUnavailableError):
+    """Who answers on the socket is of a user, or lies in a directory, that is not trusted."""
+
+
 class RequestRefusedError(LaminaError):
     """The server answered a request with a typed error; also raised by its handlers."""
 

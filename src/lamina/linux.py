@@ -21,6 +21,8 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PR_SET_PTRACER = 0x59616D61
 _SO_PEERPIDFD = 77  # Linux 6.5
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""This process has no file descriptor left, or the host has none."""
 _UCRED = struct.Struct("iII")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,13 +70,15 @@ class Peer(NamedTuple):
 def peer_of(sock: socket.socket) -> Peer:
     """Identify the peer of a connected Unix socket; the kernel vouches for it.
 
-    Raises `ProcessLookupError` when it has died already.
+    Raises `ProcessLookupError` when it has died already, `OSError` without a free descriptor.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         if error.errno != errno.ENOPROTOOPT:
             raise ProcessLookupError(errno.ESRCH, "the peer has died") from error
         # An older kernel. The number may have been reused if the peer has died since, but then

@@ -26,7 +26,7 @@ class Scene:
     """A connection, and what its callbacks got."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir()
+        path.parent.mkdir(0o700)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(os.fspath(path))
         self._listening.listen(1)

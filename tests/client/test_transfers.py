@@ -38,7 +38,7 @@ class World:
     """A client's transfers and, at the other end of the socket, the test as their server."""
 
     def __init__(self, path: Path, slots: int) -> None:
-        path.parent.mkdir()
+        path.parent.mkdir(0o700)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(os.fspath(path))
         self._listening.listen(1)

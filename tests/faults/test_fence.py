@@ -321,7 +321,7 @@ def test_quarantined_pages_raise_an_alarm_once(
 
 def test_a_stopped_server_with_a_full_backlog_does_not_block_a_connect(socket_path: Path) -> None:
     """Row 50: there is no wait without an end in the engine's thread."""
-    socket_path.parent.mkdir()
+    socket_path.parent.mkdir(0o700)
     with socket.socket(socket.AF_UNIX) as listening:  # nobody accepts
         listening.bind(os.fspath(socket_path))
         listening.listen(1)

@@ -89,7 +89,7 @@ class World:
     """A client, with KV memory unless it is a scheduler's, and the server that it finds."""
 
     def __init__(self, path: Path, has_memory: bool = True) -> None:
-        path.parent.mkdir()
+        path.parent.mkdir(0o700)
         self.path = path
         self.now_s = 0.0
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from lamina import protocol
 from lamina.board import Board
+from lamina.client.trust import check_server
 from lamina.errors import ServerUnavailableError
-from lamina.linux import Peer, peer_of, wait_readable
+from lamina.linux import OUT_OF_DESCRIPTORS, Peer, peer_of, wait_readable
 
 MAX_UNSENT_BYTES = 4 * protocol.MAX_FRAME_BYTES
 """A server that leaves this much unread is as good as gone."""
@@ -27,26 +28,26 @@ OnReply = Callable[[protocol.Reply | None], None]
 
 
 class Connection:
-    """Raises `ServerUnavailableError` when nothing listens at `path`, `OSError` when this process
-    can have no socket."""
+    """Raises `ServerUnavailableError` when nothing listens at `path`, `UntrustedServerError` when
+    who does is not to be trusted, `OSError` when this process can have no socket.
 
-    def __init__(self, path: Path, board: Board) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)  # a stopped server's backlog may be full
-        try:
-            self._socket.connect(os.fspath(path))
-            self.server: Peer = peer_of(self._socket)
+    `server_uid` is a user besides our own whose server is trusted.
+    """
+
+    def __init__(self, path: Path, board: Board, server_uid: int | None = None) -> None:
+        with contextlib.ExitStack() as on_failure:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            on_failure.callback(self._socket.close)
+            self._socket.setblocking(False)  # a stopped server's backlog may be full
             try:
+                self._socket.connect(os.fspath(path))
+                self.server: Peer = peer_of(self._socket)
+                on_failure.callback(self.server.close)
+                check_server(path, self.server.uid, server_uid)  # before it is sent anything
                 socket.send_fds(self._socket, [protocol.preface()], [board.fd])
-            except OSError:
-                self.server.close()
-                raise
-        except OSError as error:
-            self._socket.close()
-            raise ServerUnavailableError(
-                f"no Lamina server answers at {path} ({error.strerror})",
-                "Start one with `lamina serve`, or correct lamina.socket",
-            ) from error
+            except OSError as error:
+                raise _unavailable(path, error) from error
+            on_failure.pop_all()
         self._board = board
         self._frames = protocol.FrameBuffer()
         self._unsent = bytearray()
@@ -144,3 +145,21 @@ class Connection:
         waiting, self._waiting = self._waiting, {}
         for on_reply in waiting.values():
             on_reply(None)
+
+
+def _unavailable(path: Path, error: OSError) -> ServerUnavailableError:
+    if error.errno in OUT_OF_DESCRIPTORS:
+        return ServerUnavailableError(
+            f"this process has no file descriptors left to connect to {path}",
+            "Raise its `ulimit -n`",
+        )
+    if isinstance(error, PermissionError):
+        return ServerUnavailableError(
+            f"user {os.geteuid()} may not connect to {path}",
+            "Run the engine and the server as the same user, or serve with --allow-uid "
+            f"{os.geteuid()} and set lamina.server_uid",
+        )
+    return ServerUnavailableError(
+        f"no Lamina server answers at {path} ({error.strerror})",
+        "Start one with `lamina serve`, or correct lamina.socket",
+    )

@@ -37,7 +37,8 @@ class Memory:
 class Link:
     """One connection with its board and its transfers, from Hello to the end of the last one.
 
-    Raises `ServerUnavailableError`, or `OSError` when this process lacks descriptors or memory.
+    Raises `ServerUnavailableError`, also for a server that is not to be trusted, or `OSError` when
+    this process lacks descriptors or memory.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Link:
         self._memory = memory
         self.board = Board.create(BOARD_SLOTS if memory else 0)
         try:
-            self.connection = Connection(settings.socket, self.board)
+            self.connection = Connection(settings.socket, self.board, settings.server_uid)
         except BaseException:
             self.board.close()
             raise
