@@ -73,6 +73,9 @@ def serve(
     host_link_gbps: Annotated[
         float | None, typer.Option(help="Throttle host copies to this many GB/s (demo, tests).")
     ] = None,
+    allow_uid: Annotated[
+        list[int] | None, typer.Option(help="Another user whose engines may connect; repeatable.")
+    ] = None,
     http: Annotated[
         str | None, typer.Option(help="host:port for /metrics, /status and /healthz; default: off.")
     ] = None,
@@ -84,6 +87,7 @@ def serve(
     _log_to_stderr(log_level)
     settings = ServerSettings(
         socket=socket,
+        allow_uids=tuple(allow_uid or ()),
         arena_bytes=parse_bytes(arena),
         chunk_tokens=chunk_tokens,
         lease_ttl_s=lease_ttl_s,

@@ -1,22 +1,21 @@
-"""Who may connect: the socket, its directory and lock, and the greeting of a fresh connection."""
+"""Who may connect: taking connections, and the greeting of a fresh one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import resource
 import socket
-import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from lamina import protocol
 from lamina.board import Board
-from lamina.errors import BoardError, ErrorCode, LaminaError, RequestRefusedError, SettingsError
-from lamina.linux import Peer, peer_of
+from lamina.errors import BoardError, ErrorCode, LaminaError, RequestRefusedError
+from lamina.linux import OUT_OF_DESCRIPTORS, peer_of
+from lamina.server.endpoint import Endpoint
 from lamina.server.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -28,38 +27,35 @@ MAX_GREETINGS = 64
 MAX_SESSIONS = 512
 """Connections that were greeted. Each takes three file descriptors."""
 _RETRY_ACCEPT_S = 0.1
+_MAX_FDS = 2
+"""Received with a preface: one is right, and with two it is known that there were too many."""
 
 Welcome = Callable[[Session, socket.socket], Awaitable[None]]
 
 
 class Listener:
-    """The server's socket, in a 0700 directory, held by a lock for as long as the server lives.
+    """The server's socket and who may connect to it: its own user, and those of `allow_uids`.
 
-    Making one takes the lock; the socket is there, and can be connected to, from `open` on.
+    Making one takes the lock; the socket is there, and can be connected to, from `open` on. Both
+    raise `SettingsError`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        _private_directory(path.parent)
-        self._lock = _hold_lock(path)
-        _remove_dead_socket(path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
+    def __init__(self, path: Path, allow_uids: Collection[int] = ()) -> None:
+        self._uids = frozenset((os.geteuid(), *allow_uids))
+        self._endpoint = Endpoint(path, is_shared=bool(allow_uids))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether engines no longer find the server at its path."""
+        return self._endpoint.is_lost
 
     def open(self) -> None:
         """Let engines connect. Only once the server can be stopped in order."""
         _allow_descriptors(4 * (MAX_SESSIONS + MAX_GREETINGS))
-        before = os.umask(0o177)
-        try:
-            self._socket.bind(os.fspath(self._path))
-        finally:
-            os.umask(before)
-        self._socket.listen(128)
+        self._endpoint.open()
 
     def close(self) -> None:
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-        os.close(self._lock)
+        self._endpoint.close()
 
     async def serve(
         self,
@@ -69,26 +65,27 @@ class Listener:
     ) -> None:
         """Greet whoever connects, for ever; `welcome` gets those that may, while there is room."""
         greetings: dict[asyncio.Task[None], None] = {}  # the oldest first
+        watch = asyncio.create_task(self._endpoint.watch())
         try:
             while True:
                 sock = await self._accept()
-                task = asyncio.create_task(_greet(sock, welcome, has_room, refused))
+                task = asyncio.create_task(self._greet(sock, welcome, has_room, refused))
                 greetings[task] = None
                 task.add_done_callback(greetings.pop)
                 if len(greetings) > MAX_GREETINGS:
                     next(iter(greetings)).cancel()
                 await asyncio.sleep(0)  # a flood of connections does not hold up the loop
         finally:
-            for task in greetings:
+            for task in (watch, *greetings):
                 task.cancel()
-            await asyncio.gather(*greetings, return_exceptions=True)
+            await asyncio.gather(watch, *greetings, return_exceptions=True)
 
     async def _accept(self) -> socket.socket:
         """The next connection; with no descriptor left for it, wait until others are closed."""
         is_said = False
         while True:
             try:
-                sock, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+                sock, _ = await asyncio.get_running_loop().sock_accept(self._endpoint.socket)
                 return sock
             except OSError as error:
                 if not is_said:
@@ -96,47 +93,48 @@ class Listener:
                 is_said = True
                 await asyncio.sleep(_RETRY_ACCEPT_S)
 
-
-async def _greet(
-    sock: socket.socket,
-    welcome: Welcome,
-    has_room: Callable[[], bool],
-    refused: Callable[[ErrorCode], None],
-) -> None:
-    """Check who connects before anything of theirs is read by the event loop's transport."""
-    with contextlib.ExitStack() as on_refusal:
-        on_refusal.callback(sock.close)
-        try:
-            peer = peer_of(sock)
-            on_refusal.callback(peer.close)
-            await _first_bytes(sock)  # before it a client would not read what we say
-            _check_peer(peer)
-            if not has_room():
-                raise RequestRefusedError(
-                    ErrorCode.BUSY,
-                    f"{MAX_SESSIONS} connections are served already",
-                    "Close some, or start another server",
-                )
-            flags = socket.MSG_CMSG_CLOEXEC
-            data, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 2, flags)
-            for fd in fds:
-                on_refusal.callback(os.close, fd)
-            board = _checked_board(data, fds)
-        except (OSError, LaminaError) as error:
-            if isinstance(error, LaminaError):
+    async def _greet(
+        self,
+        sock: socket.socket,
+        welcome: Welcome,
+        has_room: Callable[[], bool],
+        refused: Callable[[ErrorCode], None],
+    ) -> None:
+        """Check who connects before anything of theirs is read by the event loop's transport."""
+        with contextlib.ExitStack() as on_refusal:
+            on_refusal.callback(sock.close)
+            try:
+                await _first_bytes(sock)  # before it a client would not read what we say
+                peer = peer_of(sock)
+                on_refusal.callback(peer.close)
+                self._check_user(peer.uid)
+                if not has_room():
+                    raise RequestRefusedError(
+                        ErrorCode.BUSY,
+                        f"{MAX_SESSIONS} connections are served already",
+                        "Close some, or start another server",
+                    )
+                data, fds = _received_preface(sock)
+                for fd in fds:
+                    on_refusal.callback(os.close, fd)
+                board = _checked_board(data, fds)
+            except LaminaError as error:
                 refused(_turn_away(sock, error))
-            return
-        on_refusal.pop_all()  # all of it is the session's now
-    await welcome(Session(peer, board), sock)
+                return
+            except OSError as error:
+                if error.errno in OUT_OF_DESCRIPTORS:
+                    refused(_turn_away(sock, _no_descriptors()))
+                return
+            on_refusal.pop_all()  # all of it is the session's now
+        await welcome(Session(peer, board), sock)
 
-
-def _check_peer(peer: Peer) -> None:
-    if peer.uid != os.geteuid():
-        raise RequestRefusedError(
-            ErrorCode.FORBIDDEN,
-            f"user {peer.uid} may not use a server of user {os.geteuid()}",
-            "Run the engine and the server as the same user",
-        )
+    def _check_user(self, uid: int) -> None:
+        if uid not in self._uids:
+            raise RequestRefusedError(
+                ErrorCode.FORBIDDEN,
+                f"user {uid} may not use a server of user {os.geteuid()}",
+                f"Run the engine and the server as the same user, or serve with --allow-uid {uid}",
+            )
 
 
 async def _first_bytes(sock: socket.socket) -> None:
@@ -149,6 +147,29 @@ async def _first_bytes(sock: socket.socket) -> None:
             f"no greeting came within {GREETING_TIMEOUT_S:g} s",
             "Connect with a Lamina client",
         ) from error
+
+
+def _received_preface(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """The preface and the descriptors that came with it, which are the caller's to close.
+
+    Raises `RequestRefusedError` when this process has no descriptor left to receive them.
+    """
+    data, fds, received, _ = socket.recv_fds(
+        sock, protocol.PREFACE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+    )
+    if received & socket.MSG_CTRUNC and len(fds) < _MAX_FDS:  # the kernel drops what it cannot give
+        for fd in fds:
+            os.close(fd)
+        raise _no_descriptors()
+    return data, fds
+
+
+def _no_descriptors() -> RequestRefusedError:
+    return RequestRefusedError(
+        ErrorCode.BUSY,
+        "the server has no file descriptors left for another connection",
+        "Raise its `ulimit -n`, or close connections",
+    )
 
 
 def _checked_board(data: bytes, fds: list[int]) -> Board:
@@ -199,44 +220,3 @@ async def _readable(sock: socket.socket) -> None:
 def _wake(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """Take a dead server's socket away; whoever holds its lock may. Never anything else."""
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise SettingsError(f"{path} is there and no socket", "Choose another --socket")
-    path.unlink()
-
-
-def _private_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = directory.stat()
-    except OSError as error:
-        raise SettingsError(
-            f"the runtime directory {directory} cannot be used: {error.strerror}",
-            "Choose another --socket",
-        ) from error
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise SettingsError(
-            f"the runtime directory {directory} is not private to this user",
-            f"chmod 700 {directory}, or choose a --socket in a directory of its own",
-        )
-
-
-def _hold_lock(path: Path) -> int:
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(lock, 32).decode(errors="replace").strip()
-        os.close(lock)
-        raise SettingsError(
-            f"another server (pid {pid or 'unknown'}) already serves {path}",
-            "Stop it, or choose another --socket",
-        ) from None
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
-    return lock

@@ -75,7 +75,7 @@ class Server:
             self.gauges,
         )
         self._handlers = handlers_of(service)
-        self._listener = Listener(settings.socket)
+        self._listener = Listener(settings.socket, settings.allow_uids)
         self._transports: dict[Session, asyncio.Transport] = {}
         self._stop: asyncio.Event | None = None
         self.http_address: tuple[str, int] | None = None
@@ -93,6 +93,7 @@ class Server:
             "arena_ready_bytes": self.arena.ready_bytes,
             "arena_free_bytes": self.arena.free_bytes,
             "arena_reserved_bytes": self.budget.reserved_bytes,
+            "socket_lost": int(self._listener.is_lost),
         }
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
