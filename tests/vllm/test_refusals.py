@@ -8,6 +8,7 @@ but no model is loaded.
 from __future__ import annotations
 
 import copy
+import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lamina import protocol
 from lamina.engines.vllm import LaminaConnector
 from lamina.errors import LaminaError
+from lamina.linux import Peer, peer_of
 from tests.support.server import ServerProcess, ServerThread
 from tests.support.wait import eventually
 from tests.vllm.engine import BLOCK_TOKENS, connector_config
@@ -344,11 +346,47 @@ def test_server_of_another_protocol(
         server.stop()
 
 
+def test_server_without_room(
+    start: Start,
+    socket_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Too many connections, or no descriptors left: not this engine's fault."""
+    monkeypatch.setattr("lamina.server.main.MAX_SESSIONS", 0)
+    server = ServerThread(socket_path)
+    try:
+        connector = start(settings={"reconnect_every_ms": 1})
+        check_serves_without_cache(caplog, connector, "are served already", "Close some")
+    finally:
+        server.stop()
+
+
+def test_server_of_another_user(
+    start: Start,
+    socket_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ServerThread(socket_path)
+
+    def peer_of_another(sock: socket.socket) -> Peer:
+        return peer_of(sock)._replace(uid=os.geteuid() + 1)
+
+    monkeypatch.setattr("lamina.client.connection.peer_of", peer_of_another)
+    try:
+        connector = start(settings={"reconnect_every_ms": 1})
+        other = f"is of user {os.geteuid() + 1}"
+        check_serves_without_cache(caplog, connector, other, "lamina.server_uid")
+    finally:
+        server.stop()
+
+
 def test_server_that_never_answers(
     start: Start, socket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start is late by the connection time-out, and no more."""
-    socket_path.parent.mkdir()
+    socket_path.parent.mkdir(0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(socket_path))
         listening.listen(16)

@@ -43,7 +43,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DEGRADE = (ErrorCode.VERSION, ErrorCode.STOPPING, ErrorCode.FORBIDDEN, ErrorCode.INTERNAL)
+_DEGRADE = (
+    ErrorCode.VERSION,
+    ErrorCode.STOPPING,
+    ErrorCode.FORBIDDEN,
+    ErrorCode.BUSY,
+    ErrorCode.INTERNAL,
+)
 """Refusals that are the server's affair: the engine serves without the cache and tries again. Any
 other is a setting of the engine's own and stops it at its start."""
 
