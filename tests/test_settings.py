@@ -19,12 +19,15 @@ from lamina.settings import (
     WHOLE,
     ClientSettings,
     ServerSettings,
+    Share,
     check_socket_path,
     default_socket,
     parse_address,
+    parse_arena,
     parse_bytes,
     parse_counts,
     parse_overlap,
+    size_text,
 )
 
 
@@ -216,6 +219,13 @@ def test_a_server_setting_out_of_range_is_refused(options: dict[str, Any], cause
         ("1TB", 10**12),
         ("3tib", 3 << 40),
         (" 1MB ", 10**6),
+        ("4G", 4 << 30),
+        ("4g", 4 << 30),
+        ("4Gi", 4 << 30),
+        ("4 GI", 4 << 30),
+        ("512M", 512 << 20),
+        ("1.5k", 1536),
+        ("2T", 2 << 40),
     ],
 )
 def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
@@ -228,7 +238,8 @@ def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
         "",
         "GiB",
         "-1GiB",
-        "1 G",
+        "1 P",
+        "80%",
         "1iB",
         "8 GiBs",
         "1,5GiB",
@@ -244,17 +255,51 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
+def test_an_arena_is_a_size_or_a_share() -> None:
+    assert parse_arena("64GiB") == 64 << 30
+    assert not isinstance(parse_arena("64GiB"), Share)
+    for text, share in (("80%", 0.8), (" 12.5 % ", 0.125), ("100%", 1.0)):
+        parsed = parse_arena(text)
+        assert isinstance(parsed, Share)
+        assert parsed == share
+        assert ServerSettings(arena_bytes=parsed).arena_bytes == parsed
+    assert str(parse_arena("80%")) == "80%"
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "100.1%", "4095", "%", "-5%"])
+def test_what_is_no_arena_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"Use "):
+        parse_arena(text)
+
+
+def test_a_size_is_told_in_the_largest_unit_that_it_has() -> None:
+    sizes = {
+        0: "0 bytes",
+        1023: "1023 bytes",
+        1024: "1 KiB",
+        3 << 19: "1.5 MiB",
+        (1 << 30) - 1: "1024 MiB",
+        10 << 40: "10 TiB",
+    }
+    assert {nbytes: size_text(nbytes) for nbytes in sizes} == sizes
+
+
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.text(max_size=12))
 def test_no_text_makes_a_parser_raise_anything_but_a_settings_error(text: str) -> None:
-    for parse in (parse_bytes, parse_overlap, parse_address):
+    for parse in (parse_arena, parse_bytes, parse_overlap, parse_address):
         with contextlib.suppress(SettingsError):
             parse(text)
 
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("127.0.0.1:9090", ("127.0.0.1", 9090)), (":::0", ("::", 0)), ("h:65535", ("h", 65535))],
+    [
+        ("127.0.0.1:9090", ("127.0.0.1", 9090)),
+        ("[::]:0", ("::", 0)),
+        ("[::1]:9876", ("::1", 9876)),
+        ("h:65535", ("h", 65535)),
+    ],
 )
 def test_an_address_is_host_and_port(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
@@ -271,6 +316,12 @@ def test_an_address_is_host_and_port(text: str, address: tuple[str, int]) -> Non
         "h:65536",
         "h:http",
         "h: 1",
+        "::1:80",
+        ":::0",
+        "[::1]",
+        "[]:80",
+        "[127.0.0.1]:80",
+        "h:٣",
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:

@@ -23,9 +23,15 @@ DEFAULT_CHUNK_TOKENS = 256
 MAX_SOCKET_PATH_BYTES = 107
 """`sockaddr_un` holds 108 bytes with the closing zero (unix(7))."""
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT](?:i?B?)|B)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {
+    letter + rest: 2 ** (10 * power)
+    for power, letter in enumerate("KMGT", start=1)
+    for rest in ("", "I", "IB")  # a letter alone is binary, as `free` and `docker --memory` have it
+}
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+MIN_ARENA_BYTES = 4096
 
 
 _Settings = TypeVar("_Settings", bound="ClientSettings")
@@ -38,8 +44,15 @@ def default_socket() -> Path:
     return Path(named) if named else Path(f"/tmp/lamina-{os.geteuid()}/lamina.sock")
 
 
+class Share(float):
+    """A part of a whole: above 0, at most 1."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:g}%"
+
+
 def parse_bytes(text: str) -> int:
-    """`"8GiB"` → 8589934592. Raises `SettingsError`."""
+    """`"8GiB"`, `"8Gi"` or `"8G"` → 8 · 2³⁰, `"8GB"` → 8 · 10⁹. Raises `SettingsError`."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise SettingsError(
@@ -49,6 +62,30 @@ def parse_bytes(text: str) -> int:
     if nbytes >= 2**63:
         raise SettingsError(f"{text!r} is more than any memory", "Use a smaller size")
     return int(nbytes)
+
+
+def parse_arena(text: str) -> int | Share:
+    """`"64GiB"` in bytes, or `"80%"` as a share. Raises `SettingsError`."""
+    if match := _PERCENT.fullmatch(text.strip()):
+        share = float(match[1]) / 100
+        if not 0 < share <= 1:
+            raise SettingsError(f"{text!r} is no part of the memory", "Use for example 80%")
+        return Share(share)
+    nbytes = parse_bytes(text)
+    if nbytes < MIN_ARENA_BYTES:
+        raise SettingsError(
+            f"an arena of {nbytes} bytes holds nothing", f"Use at least {MIN_ARENA_BYTES}"
+        )
+    return nbytes
+
+
+def size_text(nbytes: int) -> str:
+    """`"21.3 GiB"`: a size for people."""
+    units = [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
+    for unit, name in units:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f}".removesuffix(".0") + f" {name}"
+    return f"{nbytes} bytes"
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -148,21 +185,24 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     socket: Path = msgspec.field(default_factory=default_socket)
     allow_uids: tuple[int, ...] = ()
     """Users besides the server's own whose engines may connect."""
-    arena_bytes: int = 4 * 2**30
+    arena_bytes: int | Share = 4 * 2**30
+    """Or this share of the memory that the server may take (`server/memory.py`)."""
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     lease_ttl_s: float = 60.0
     """A lease that is not used for this long ends."""
     host_link_gbps: float | None = None
     """Throttle copies of the host device to this many GB/s in each direction; None: no limit."""
     http: str | None = None
-    """`host:port` for metrics and status; None: no HTTP. Port 0 takes a free one."""
+    """`host:port` for metrics and status, `[::1]:port` with IPv6; None: no HTTP. Port 0 takes a
+    free one."""
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket)
         for uid in self.allow_uids:
             _check_uid("allow_uid", uid)
         _at_least("chunk_tokens", self.chunk_tokens, 1)
-        _at_least("arena_bytes", self.arena_bytes, 4096)
+        if not isinstance(self.arena_bytes, Share):
+            _at_least("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)
         _above("lease_ttl_s", self.lease_ttl_s)
         if self.host_link_gbps is not None:
             _above("host_link_gbps", self.host_link_gbps)
@@ -171,10 +211,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`"127.0.0.1:9090"` → host and port. Raises `SettingsError`."""
+    """`"127.0.0.1:9090"` or `"[::1]:9090"` → host and port. Raises `SettingsError`."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
-        raise SettingsError(f"{text!r} is not host:port", "Use for example 127.0.0.1:9090")
+    is_v6 = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_v6 else host
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
+    if not colon or not host or (":" in host) != is_v6 or not is_port:
+        raise SettingsError(
+            f"{text!r} is not host:port", "Use for example 127.0.0.1:9090 or [::1]:9090"
+        )
     return host, int(port)
 
 

@@ -25,6 +25,7 @@ from lamina.server.lane import Lanes
 from lamina.server.leases import LeaseTable
 from lamina.server.limits import TRANSFER_TTL_S, StoreBudget
 from lamina.server.listener import MAX_SESSIONS, Listener
+from lamina.server.memory import arena_bytes, memory_limits
 from lamina.server.rpc import Connection, handlers_of
 from lamina.server.service import Service
 from lamina.server.sessions import Session, Sessions
@@ -42,8 +43,9 @@ CLOSE_GRACE_S = 1.0
 class Server:
     """One cache server. Everything but the lanes and the filler runs on its event loop.
 
-    Making one takes the socket's lock; raises `SettingsError` when it cannot. `devices` by name;
-    the host and every visible GPU by default. `clock` in seconds is what leases run out by.
+    Making one takes the socket's lock; raises `SettingsError` when it cannot, and for an arena
+    larger than this process may have. `devices` by name; the host and every visible GPU by default.
+    `clock` in seconds is what leases run out by.
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class Server:
     ) -> None:
         self.settings = settings
         self.counters = Counters()
-        self.arena = Arena(settings.arena_bytes)
+        self.arena = Arena(arena_bytes(settings.arena_bytes, memory_limits()))
         self.index = Index(self.arena)
         self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock)
         self.lanes = Lanes(devices or _all_devices(settings))
         self.sessions = Sessions()
         self.budget = StoreBudget(self.arena.capacity_bytes)
         self._clock = clock
+        self._begun_s = time.monotonic()
         service = Service(
             self.index,
             self.leases,
@@ -83,6 +86,8 @@ class Server:
     def gauges(self) -> dict[str, float]:
         """Current values, by name."""
         return {
+            "uptime_s": round(time.monotonic() - self._begun_s, 3),
+            "chunk_tokens": self.settings.chunk_tokens,
             "sessions": len(self.sessions),
             "chunks": len(self.index),
             "pins": self.index.pins,
@@ -112,8 +117,10 @@ class Server:
         def publish(nbytes: int) -> None:
             _call_on(loop, partial(self.arena.extend, nbytes))
 
-        filler = ArenaFiller(self.arena, self.lanes.near_cpus(), self.lanes.pin, publish)
         async with contextlib.AsyncExitStack() as stack:
+            if self.settings.http is not None:  # before the socket, which engines connect to
+                await self._serve_http(self.settings.http, stack)
+            filler = ArenaFiller(self.arena, self.lanes.near_cpus(), self.lanes.pin, publish)
             stack.callback(filler.stop)
             self._listener.open()
             tasks = [
@@ -125,8 +132,6 @@ class Server:
             ]
             stack.push_async_callback(_end_tasks, tasks)
             stack.callback(self._listener.close)
-            if self.settings.http is not None:
-                await self._serve_http(self.settings.http, stack)
             log.info("lamina %s serves %s", __version__, self.settings.socket)
             ready()
             await stop.wait()
@@ -174,8 +179,10 @@ class Server:
     async def _serve_http(self, address: str, stack: contextlib.AsyncExitStack) -> None:
         host, port = parse_address(address)
         try:
-            listening = socket.create_server((host, port))
+            (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            listening = socket.create_server((host, port), family=family)
         except OSError as error:
+            self._listener.close()
             raise SettingsError(
                 f"{address} cannot be served: {error.strerror}", "Choose another --http"
             ) from error
