@@ -50,7 +50,16 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
     bytes: st.binary(max_size=40),
     tuple[bytes, ...]: st.lists(st.binary(max_size=40), max_size=4).map(tuple),
-    dict[str, float]: st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False), max_size=4),
+    dict[str, int | float]: st.dictionaries(
+        st.text(max_size=8), integers | st.floats(allow_nan=False), max_size=4
+    ),
+    dict[str, int]: st.dictionaries(st.text(max_size=8), integers, max_size=4),
+    tuple[protocol.EngineStats, ...]: st.lists(
+        st.builds(
+            protocol.EngineStats, st.text(max_size=8), integers, st.text(max_size=8), integers
+        ),
+        max_size=3,
+    ).map(tuple),
     ErrorCode: st.sampled_from(ErrorCode),
     Geometry: geometries,
     PageMap: st.builds(

@@ -23,7 +23,7 @@ from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -212,8 +212,23 @@ class GetStats(Message, frozen=True):
     pass
 
 
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """One connection. `device` is empty and `registered_bytes` 0 without KV memory: a scheduler."""
+
+    label: str
+    pid: int
+    device: str
+    registered_bytes: int
+
+
 class Stats(Message, frozen=True):
-    values: dict[str, float]
+    """Counts and current values by name, typed errors sent by code, and who is connected; whoever
+    asks is not counted."""
+
+    version: str
+    values: dict[str, int | float]
+    refused: dict[str, int]
+    engines: tuple[EngineStats, ...]
 
 
 class Clear(Message, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import random
@@ -15,13 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 import lamina
 from lamina import protocol
 from lamina.cli import main
 from lamina.errors import SettingsError
+from lamina.options import check_writable
+from lamina.server.counters import Counters
+from lamina.server.listener import Listener
 from lamina.server.main import Server
-from lamina.settings import ClientSettings
+from lamina.settings import ClientSettings, ServerSettings
+from lamina.status_view import status_view
 from tests.e2e.strangers import (
     BLOCKS,
     GEOMETRY,
@@ -73,8 +80,9 @@ class Said(NamedTuple):
     out: str
     err: str
 
-    def assert_one_line_error(self, *words: str) -> None:
-        assert self.code == 1, self
+    def assert_one_line_error(self, *words: str, code: int = 2) -> None:
+        """2: what was asked for cannot be; 1: it failed."""
+        assert self.code == code, self
         assert self.out == ""
         assert self.err.startswith("lamina: ")
         assert self.err.count("\n") == 1, "an error is one line"
@@ -116,11 +124,72 @@ def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> 
     said = cli("status", "--socket", str(socket_path))
     assert said.code == 0
     assert "chunks" in said.out
-    values = json.loads(cli("status", "--socket", str(socket_path), "--json").out)
-    assert (values["chunks"], values["stores"], values["sessions"]) == (3, 1, 2)
+    text = cli("status", "--socket", str(socket_path), "--json").out
+    values = json.loads(text)
+    assert (values["chunks"], values["stores"], values["sessions"]) == (3, 1, 1)
+    assert '"chunks": 3,' in text, "a count is an integer"
+    assert values["version"] == lamina.__version__
+    assert values["uptime_s"] > 0
+    kv_bytes = sum(pages.nbytes for pages in worker.pages)
+    assert values["engines"] == [
+        {"label": "worker", "pid": os.getpid(), "device": "host", "registered_bytes": kv_bytes}
+    ]
     assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 3 chunks\n", "")
     assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 0 chunks\n", "")
     worker.close()
+
+
+def stats(values: dict[str, int | float], engines: int) -> protocol.Stats:
+    """A server's, of which every number is as long as it gets."""
+    server = Counters()
+    counts: dict[str, int | float] = dict.fromkeys(server.totals(), 10**15 + 7)
+    engine = protocol.EngineStats("a label of an engine " * 8, 4_194_304, "cuda:0", 139 << 30)
+    return protocol.Stats(
+        0, "0.1.0", {**counts, **values}, {"bad_request": 10**6}, (engine,) * engines
+    )
+
+
+def shown(view: object) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return text
+
+
+def test_status_says_used_memory_and_the_hit_rate_by_tokens_in_80_columns() -> None:
+    values: dict[str, int | float] = {
+        "uptime_s": 93_784.5,
+        "chunk_tokens": 64,
+        "lookup_chunks": 1_000_000,
+        "hit_chunks": 250_000,
+        "arena_capacity_bytes": 4 << 30,
+        "arena_ready_bytes": 4 << 30,
+        "arena_free_bytes": 3 << 30,
+    }
+    text = shown(status_view(Path("/run/lamina/lamina.sock"), stats(values, engines=2)))
+    for words in (
+        "Lamina 0.1.0 at /run/lamina/lamina.sock",
+        "1 d 2 h",
+        "1 GiB of 4 GiB used (25%)",
+        "25.0% (16,000,000 of 64,000,000 tokens)",
+        "1,000,000 bad_request",
+        "1,000,000,000,000,007",
+        "4194304",
+        "139 GiB",
+    ):
+        assert words in text
+    assert "e+" not in text
+    assert "filling" not in text
+    text = shown(
+        status_view(
+            Path("/" + "s" * 106),
+            stats({**values, "arena_ready_bytes": 3 << 30, "lookup_chunks": 0}, engines=0),
+        )
+    )
+    for words in ("0 bytes of 4 GiB used", "3 GiB resident", "nothing looked up", "No engine"):
+        assert words in text
 
 
 @pytest.mark.parametrize("command", ["status", "clear"])
@@ -130,22 +199,27 @@ def test_commands_without_a_server_say_how_to_start_one(
 ) -> None:
     path = str(socket_path.parent / name)
     said = cli(command, "--socket", path)
-    said.assert_one_line_error("no Lamina server answers", path, "`lamina serve`")
+    said.assert_one_line_error("no Lamina server answers", path, "`lamina serve`", code=1)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--arena", "lots"], ["'lots' is not a size", "512MiB"]),
-        (["--arena", "1KiB"], ["arena_bytes is 1024", "at least 4096"]),
-        (["--arena", "999999TiB"], ["cannot be reserved", "smaller --arena"]),
-        (["--chunk-tokens", "0"], ["chunk_tokens is 0"]),
-        (["--lease-ttl-s", "-1"], ["lease_ttl_s is -1", "positive"]),
-        (["--lease-ttl-s", "nan"], ["lease_ttl_s is nan", "positive"]),
-        (["--host-link-gbps", "0"], ["host_link_gbps is 0", "positive"]),
-        (["--http", "everywhere"], ["'everywhere' is not host:port"]),
-        (["--http", "127.0.0.1:99999"], ["is not host:port"]),
+        (["--arena", "lots"], ["'--arena'", "'lots' is not a size", "512MiB"]),
+        (["--arena", "1KiB"], ["'--arena'", "an arena of 1024 bytes", "at least 4096"]),
+        (["--arena", "0%"], ["'--arena'", "'0%'", "80%"]),
+        (["--arena", "101%"], ["'--arena'", "'101%'", "80%"]),
+        (["--arena", "10TiB"], ["an arena of 10 TiB was asked for", "available", "Use --arena"]),
+        (["--chunk-tokens", "0"], ["'--chunk-tokens'", "1"]),
+        (["--chunk-tokens", "many"], ["'--chunk-tokens'", "integer"]),
+        (["--lease-ttl-s", "-1"], ["'--lease-ttl-s'", "'-1'", "positive"]),
+        (["--lease-ttl-s", "nan"], ["'--lease-ttl-s'", "'nan'", "positive"]),
+        (["--host-link-gbps", "0"], ["'--host-link-gbps'", "'0'", "positive"]),
+        (["--http", "everywhere"], ["'--http'", "'everywhere' is not host:port"]),
+        (["--http", "::1:80"], ["'--http'", "'::1:80' is not host:port", "[::1]:9090"]),
+        (["--http", "127.0.0.1:99999"], ["'--http'", "is not host:port"]),
         (["--http", "no.such.host.invalid:80"], ["no.such.host.invalid", "--http"]),
+        (["--arenas", "1MiB"], ["No such option: --arenas", "--arena"]),
         (["--log-level", "loud"], ["'loud'", "INFO"]),
     ],
     ids=lambda value: " ".join(value[:2]),
@@ -160,22 +234,116 @@ def test_a_malformed_server_setting_is_one_line(
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path, cli: Cli) -> None:
     said = cli("serve", "--socket", str(tmp_path / ("s" * 108)))
-    said.assert_one_line_error("longer than 107 bytes", "shorter path")
+    said.assert_one_line_error("'--socket'", "longer than 107 bytes", "shorter path")
+
+
+def test_settings_come_from_the_environment_as_well(
+    socket_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[ServerSettings] = []
+    serve = Server.__init__
+
+    def init(server: Server, settings: ServerSettings) -> None:
+        taken.append(settings)
+        serve(server, settings)
+
+    monkeypatch.setattr(Server, "__init__", init)
+    for name, value in {
+        "SOCKET": str(socket_path),
+        "ARENA": "1M",
+        "CHUNK_TOKENS": "64",
+        "LEASE_TTL_S": "7",
+        "HOST_LINK_GBPS": "2.5",
+        "HTTP": "127.0.0.1:0",
+        "LOG_LEVEL": "warning",
+    }.items():
+        monkeypatch.setenv(f"LAMINA_{name}", value)
+    assert cli("serve", "--chunk-tokens", "32") == Said(0, "", "")
+    assert taken == [
+        ServerSettings(
+            socket=socket_path,
+            arena_bytes=1 << 20,
+            chunk_tokens=32,
+            lease_ttl_s=7.0,
+            host_link_gbps=2.5,
+            http="127.0.0.1:0",
+        )
+    ]
+    monkeypatch.setenv("LAMINA_ARENA", "lots")
+    cli("serve").assert_one_line_error("LAMINA_ARENA", "'lots' is not a size")
+    said = cli("status")
+    said.assert_one_line_error("no Lamina server answers", str(socket_path), code=1)
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    "command",
+    ["", "serve", "status", "clear", "demo", "bench", "bench transfer", "bench simulate",
+     "bench soak", "bench vllm"],
+)  # fmt: skip
+def test_h_is_help_everywhere(cli: Cli, command: str) -> None:
+    said = cli(*command.split(), "-h")
+    assert said.code == 0
+    assert "Usage:" in said.out
+
+
+def test_no_command_is_answered_with_the_commands_there_are(cli: Cli) -> None:
+    for command, word in (((), "serve"), (("bench",), "transfer")):
+        said = cli(*command)
+        assert said.code == 2
+        assert word in said.out
+        assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    "command",
     [
-        (["--arenas", "1MiB"], "--arena"),
-        (["--chunk-tokens", "many"], "--chunk-tokens"),
-        (["--lease-ttl-s", "long"], "--lease-ttl-s"),
+        ("demo", "--timeline"),
+        ("bench", "transfer", "--save"),
+        ("bench", "soak", "--save"),
+        ("bench", "vllm", "--save"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, cli: Cli, command: tuple[str, ...]
+) -> None:
+    said = cli(*command, str(tmp_path / "no" / "file"))
+    said.assert_one_line_error(f"{command[-1]}: {tmp_path}", "cannot be written: No such file")
+
+
+def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("precious")
+    check_writable("--save", there)
+    check_writable("--save", new)
+    assert there.read_text() == "precious"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "remedy"),
+    [
+        (("demo",), "threadpoolctl", "pip install '.[demo]'"),
+        (("demo",), "matplotlib", "pip install '.[demo]'"),
+        (("bench", "vllm"), "vllm", "where vLLM is installed"),
+        (("bench", "vllm", "--plot", "x.png"), "matplotlib", "pip install '.[demo]'"),
     ],
     ids=str,
 )
-def test_an_unknown_option_is_a_usage_error(cli: Cli, options: list[str], word: str) -> None:
-    said = cli("serve", *options)
-    assert said.code == 2
-    assert word in said.err
+def test_a_package_that_is_missing_is_one_line(
+    tmp_path: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    missing: str,
+    remedy: str,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+    )
+    cli(*command).assert_one_line_error(missing, "not installed", remedy, code=1)
 
 
 def test_a_second_server_on_the_same_socket_names_the_first(
@@ -218,6 +386,36 @@ def test_an_http_port_that_is_taken(socket_path: Path, cli: Cli) -> None:
         said = cli("serve", "--socket", str(socket_path), "--arena", "1MiB", "--http", address)
     said.assert_one_line_error(f"{address} cannot be served", "another --http")
     assert not socket_path.exists()
+
+
+def test_a_port_is_bound_before_the_socket_can_be_connected_to(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    bind, listen = Server._serve_http, Listener.open
+
+    async def note_port(server: Server, *arguments: Any) -> None:
+        await bind(server, *arguments)
+        order.append("port")
+
+    def note_socket(listener: Listener) -> None:
+        order.append("socket")
+        listen(listener)
+
+    monkeypatch.setattr(Server, "_serve_http", note_port)
+    monkeypatch.setattr(Listener, "open", note_socket)
+    ServerThread(socket_path, arena_bytes=1 << 20, http="127.0.0.1:0").stop()
+    assert order == ["port", "socket"]
+
+
+def test_the_port_can_be_one_of_ipv6(socket_path: Path) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    server = ServerThread(socket_path, arena_bytes=1 << 20, http="[::1]:0")
+    assert server.server.http_address is not None
+    host, port = server.server.http_address
+    assert get(f"http://[{host}]:{port}/healthz") == (200, "ok\n")
+    server.stop()
 
 
 def test_errors_of_the_real_command_are_one_line_too(

@@ -211,11 +211,8 @@ class Soak:
 
     def _left_at_server(self) -> list[str]:
         stats = self._server.stats()
-        names = ("pins", "leases", "queued_transfers")
-        left = [f"the server has {stats[name]:g} {name}" for name in names if stats[name]]
-        if stats["sessions"] > 1:
-            left.append(f"the server has {stats['sessions'] - 1:g} sessions")
-        return left
+        names = ("pins", "leases", "queued_transfers", "sessions")
+        return [f"the server has {stats[name]:g} {name}" for name in names if stats[name]]
 
     def _line(self, elapsed_s: float) -> str:
         progresses = [engine.progress for engine in self._engines if engine.progress is not None]

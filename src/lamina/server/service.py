@@ -111,7 +111,10 @@ class Service:
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        worker = Worker(geometry, request.page_map, memory, *lanes, request.description)
+        nbytes = sum(region.nbytes for region in request.regions)
+        worker = Worker(
+            geometry, request.page_map, memory, *lanes, request.description, request.device, nbytes
+        )
         self._sessions.register(session, worker)
         return protocol.Registered(request.id)
 
@@ -328,7 +331,11 @@ class Service:
         return protocol.Pong(request.id)
 
     def get_stats(self, session: Session, request: protocol.GetStats) -> protocol.Stats:
-        return protocol.Stats(request.id, {**self._counters.totals(), **self._gauges()})
+        values = {**self._counters.totals(), **self._gauges()}
+        values["sessions"] -= 1
+        engines = self._sessions.stats_beside(session)
+        refused = dict(self._counters.refused)
+        return protocol.Stats(request.id, __version__, values, refused, engines)
 
     def clear(self, session: Session, request: protocol.Clear) -> protocol.Cleared:
         session.need_hello()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lamina import protocol
 from lamina.board import Board, TransferStatus
 from lamina.devices.base import EngineMemory
 from lamina.errors import ErrorCode, RequestRefusedError
@@ -38,6 +39,8 @@ class Worker:
     loads: Lane
     stores: Lane
     description: bytes
+    device: str
+    registered_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,14 @@ class Session:
 
     def __str__(self) -> str:
         return f"{self.label or 'engine'} (pid {self.peer.pid})"
+
+    @property
+    def stats(self) -> protocol.EngineStats:
+        """What an operator is told of it."""
+        device, nbytes = "", 0
+        if self.worker is not None:
+            device, nbytes = self.worker.device, self.worker.registered_bytes
+        return protocol.EngineStats(self.label, self.peer.pid, device, nbytes)
 
     def need_hello(self) -> str:
         """The engine's name; raises `RequestRefusedError` before Hello."""
@@ -182,6 +193,11 @@ class Sessions:
     def workers_of(self, engine: str) -> list[Worker]:
         """What the sessions of one engine have registered, in that order."""
         return [w for session, w in self._workers.items() if session.engine == engine]
+
+    def stats_beside(self, asking: Session) -> tuple[protocol.EngineStats, ...]:
+        """Of all but the one that asks, in the order in which they came."""
+        others = sorted(self._live - {asking}, key=lambda session: session.number)
+        return tuple(session.stats for session in others)
 
     def find(self, number: int) -> Session | None:
         """The session of that number; None when it is over.

@@ -13,6 +13,7 @@ from rich.console import Console
 from lamina.bench.vllm.arms import OUR_ARMS
 from lamina.bench.vllm.results import Report, load, save
 from lamina.bench.vllm.workload import parse_cells
+from lamina.options import INSTALL_DEMO, check_installed, check_writable
 
 _ARMS = {
     "lamina": "floor,recompute,whole,layered:1,layered:1:sync,layered:1:no-release,layered:8:sync",
@@ -72,12 +73,17 @@ def bench_vllm(
     """
     from lamina.bench.vllm.show import draw, is_correct, report_view
 
+    if plot is not None:
+        check_installed("matplotlib", remedy=INSTALL_DEMO)
+    check_writable("--save", save_to)
+    check_writable("--plot", plot)
     console = Console()
     if merge:
         report = load(files or [])
         if save_to is not None:
             save(report, save_to)
     else:
+        check_installed("torch", "vllm", remedy="Run it where vLLM is installed, and Lamina beside")
         from lamina.bench.vllm.measure import BenchSpec
         from lamina.bench.vllm.run import run_bench
 
