@@ -129,6 +129,32 @@ def test_every_setting_can_be_given_as_text() -> None:
     assert parsed.reconnect_every_ms == 5
 
 
+def test_the_environment_fills_in_what_an_engines_configuration_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Named(ClientSettings, frozen=True, kw_only=True):
+        model_id: str = ""
+
+    for name, value in {
+        "SOCKET": "/run/lamina/lamina.sock",
+        "LAYERWISE_OVERLAP": "true",
+        "LOOKUP_TIMEOUT_MS": "7",
+        "STORE_TIMEOUT_MS": "8",
+        "MODEL_ID": "of another engine",
+    }.items():
+        monkeypatch.setenv(f"LAMINA_{name}", value)
+    parsed = Named.parse({"lamina.lookup_timeout_ms": 9})
+    assert parsed == Named(
+        socket=Path("/run/lamina/lamina.sock"),
+        layerwise_overlap=1,
+        lookup_timeout_ms=9,
+        store_timeout_ms=8,
+    )
+    monkeypatch.setenv("LAMINA_STORE_TIMEOUT_MS", "soon")
+    with pytest.raises(SettingsError, match="store_timeout_ms"):
+        ClientSettings.parse({})
+
+
 def test_the_socket_can_be_given_as_text_as_an_engines_configuration_does() -> None:
     parsed = ClientSettings.parse({"lamina.socket": "/run/lamina/lamina.sock"})
     assert parsed.socket == Path("/run/lamina/lamina.sock")

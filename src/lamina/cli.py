@@ -213,7 +213,7 @@ def demo(
             ),
         )
     if timeline is not None:
-        draw_timeline(result.timeline, timeline)
+        draw_timeline(result.timelines, timeline)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:

@@ -159,7 +159,12 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     def parse(
         cls: type[_Settings], values: Mapping[str, Any], prefix: str = "lamina."
     ) -> _Settings:
-        """Read the `lamina.*` entries of an engine's own configuration; refuse unknown ones."""
+        """Read the `lamina.*` entries of an engine's own configuration; refuse unknown ones.
+
+        What every client can set and is not there is read from the environment: `LAMINA_SOCKET`,
+        `LAMINA_CHUNK_TOKENS`, ... Not what a subclass adds: what one model is called, say, must
+        not become the name of each engine's.
+        """
         known = {field: prefix + field for field in cls.__struct_fields__}
         found: dict[str, Any] = {}
         for key, value in values.items():
@@ -173,6 +178,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
                     hint = f"Did you mean {known[close[0]]}?"
                 raise SettingsError(f"there is no setting {key!r}", hint)
             found[name] = parse_overlap(value) if name == "layerwise_overlap" else value
+        for name in ClientSettings.__struct_fields__:
+            text = os.environ.get(f"LAMINA_{name.upper()}")
+            if text is not None and name not in found:
+                found[name] = parse_overlap(text) if name == "layerwise_overlap" else text
         try:
             return msgspec.convert(found, cls, strict=False, dec_hook=_path)
         except msgspec.ValidationError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import random
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 
 import lamina
 from lamina import protocol
@@ -36,6 +34,7 @@ from tests.e2e.strangers import (
     Stranger,
 )
 from tests.support.server import ServerThread, connected_client
+from tests.support.shown import shown
 from tests.support.wait import PATIENCE_S
 from tests.support.worker import PageWorker, random_keys
 
@@ -147,15 +146,6 @@ def stats(values: dict[str, int | float], engines: int) -> protocol.Stats:
     return protocol.Stats(
         0, "0.1.0", {**counts, **values}, {"bad_request": 10**6}, (engine,) * engines
     )
-
-
-def shown(view: object) -> str:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    return text
 
 
 def test_status_says_used_memory_and_the_hit_rate_by_tokens_in_80_columns() -> None:

@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 
 from lamina.bench.results import TransferResult
 from lamina.bench.soak_results import SoakReport
+from lamina.settings import size_text
 
 
 def transfer_table(result: TransferResult) -> Group:
-    """A row a cell, and what was measured beside."""
+    """A row a cell: rates, then times; and what was measured beside. Fits into 80 columns."""
     spec = result.spec
-    table = Table(
-        title=f"{spec.device}: retrieves of {spec.document_bytes / 2**30:g} GiB, {spec.layers} "
-        f"layers; link {result.link_load_gbps:.1f} GB/s load, {result.link_store_gbps:.1f} store"
+    rates = _cell_table(
+        "Rates", "GB/s", "of link", "of bare\nloop", "store\nof link", "wrong\nbytes"
     )
-    for heading in (
-        "page KiB",
-        "layers/slice",
-        "at once",
-        "blocks",
-        "GB/s",
-        "of link",
-        "of bare loop",
-        "first slice ms",
-        "worst",
-        "last ms",
-        "cores",
-        "store of link",
-        "wrong bytes",
-    ):
-        table.add_column(heading, justify="right")
+    times = _cell_table("Times, ms", "first\nslice", "worst", "last", "server's\ncores")
     for cell in result.cells:
-        table.add_row(
+        key = (
             f"{cell.page_bytes / 1024:g}",
             f"{cell.layers_per_slice}",
             f"{cell.concurrency}",
             "in a row" if cell.consecutive_blocks else "scattered",
+        )
+        rates.add_row(
+            *key,
             f"{cell.gbps:.2f}",
             f"{cell.share_of_link:.3f}",
             f"{cell.share_of_bare_loop:.3f}" if cell.share_of_bare_loop else "",
+            f"{cell.store_share_of_link:.3f}",
+            f"{cell.wrong_bytes}",
+        )
+        times.add_row(
+            *key,
             f"{cell.first_slice_ms:.2f}",
             f"{cell.first_slice_worst_ms:.2f}",
             f"{cell.last_slice_ms:.2f}",
             f"{cell.server_cores:.2f}",
-            f"{cell.store_share_of_link:.3f}",
-            f"{cell.wrong_bytes}",
         )
+    title = (
+        f"{spec.device}: retrieves of {size_text(spec.document_bytes)}, {spec.layers} layers; "
+        f"link {result.link_load_gbps:.1f} GB/s load, {result.link_store_gbps:.1f} store"
+    )
     notes = []
     if result.server_gpu_bytes is not None:
         notes.append(f"The server takes {result.server_gpu_bytes / 2**20:.0f} MiB of GPU memory.")
@@ -60,7 +56,14 @@ def transfer_table(result: TransferResult) -> Group:
             f"Gated layers: {overlap.gated_total_ms:.2f} ms for {overlap.transfer_ms:.2f} ms of "
             f"transfer and {overlap.compute_ms:.2f} of computation; {overlap.bound_ms:.2f} is good."
         )
-    return Group(table, *notes)
+    return Group(title, rates, times, *notes)
+
+
+def _cell_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    for heading in ("page\nKiB", "layers/\nslice", "at\nonce", "blocks", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def soak_table(report: SoakReport) -> Table:

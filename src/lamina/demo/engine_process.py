@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from lamina.client import Client, FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.client import Client, FixedPolicy, ReleasePolicy, Retrieve, WholePolicy
 from lamina.demo.messages import (
     ARMS,
     EARLY_RELEASE,
@@ -90,15 +90,26 @@ class DemoEngine:
     def measure(self, arm: str, document: int) -> Measured:
         """Serve a document with its tail, nothing of it in the engine's own blocks."""
         prompt = self._documents[document] + self._tails[document]
-        request = self._serve(arm, prompt, self._policies[arm])
+        request, retrieve = self._serve(arm, prompt, self._policies[arm])
         assert request.first_logits is not None
         digest = hashlib.sha256(request.first_logits.tobytes()).hexdigest()
         self.engine.drain()
         self._forget()
-        return Measured(arm, document, request.ttft_s, request.hit_tokens, digest)
+        while retrieve is not None and not retrieve.is_acknowledged:
+            self.client.poll()
+            time.sleep(_ARRIVAL_POLL_S)
+        ended = retrieve.ended if retrieve is not None else None
+        return Measured(
+            arm,
+            document,
+            request.ttft_s,
+            request.hit_tokens,
+            ended.total_us / 1e6 if ended is not None else None,
+            digest,
+        )
 
-    def timeline(self) -> Timeline:
-        """One more hit with early release, watched layer by layer."""
+    def timeline(self, arm: str) -> Timeline:
+        """One more hit of an arm, watched layer by layer."""
         layers = self.spec.layers
         began, ended, arrived = [0.0] * layers, [0.0] * layers, [0.0] * layers
 
@@ -110,14 +121,16 @@ class DemoEngine:
 
         self.engine.after_wait, self.engine.after_layer = begin, end
         prompt = self._documents[0] + self._tails[0]
-        policy = self._policies[EARLY_RELEASE]
-        request = self.engine.add("timeline", prompt, 1, policy, save=False)
+        request = self.engine.add(f"timeline, {arm}", prompt, 1, self._policies[arm], save=False)
         watcher = threading.Thread(target=lambda: _watch(request, arrived))
         watcher.start()
         self.engine.run()
         watcher.join()
+        self.engine.drain()
+        self._forget()
         zero = request.arrived_s
         return Timeline(
+            arm,
             [t - zero for t in arrived],
             [t - zero for t in began],
             [t - zero for t in ended],
@@ -126,10 +139,18 @@ class DemoEngine:
 
     def _serve(
         self, name: str, prompt: list[int], policy: ReleasePolicy | None, save: bool = False
-    ) -> Request:
+    ) -> tuple[Request, Retrieve | None]:
+        """Run a request to its end; with the retrieve that its computation waited for."""
         request = self.engine.add(name, prompt, 1, policy, save)
+        retrieves: list[Retrieve] = []
+
+        def note(layer: int) -> None:
+            if request.gate is not None:  # until the request ends
+                retrieves.append(request.gate.retrieve)
+
+        self.engine.before_layer = note
         self.engine.run()
-        return request
+        return request, retrieves[-1] if retrieves else None
 
     def _forget(self) -> None:
         """Empty the engine's own prefix cache, and make sure by poisoning every block."""
@@ -166,7 +187,8 @@ def main() -> None:
     for document in range(spec.documents):
         for arm in ARMS:
             _report(engine.measure(arm, document))
-    _report(engine.timeline())
+    for arm in (WHOLE, EARLY_RELEASE):
+        _report(engine.timeline(arm))
     engine.engine.close()
 
 

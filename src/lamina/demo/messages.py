@@ -45,12 +45,16 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     document: int
     ttft_s: float
     hit_tokens: int
+    transfer_s: float | None
+    """From the server's receipt of the retrieve until its last copy had taken effect, as the
+    server's reply has it; None without a retrieve."""
     logits_sha256: str
 
 
 class Timeline(msgspec.Struct, frozen=True, tag=True):
-    """One hit with early release, layer by layer; seconds since the request arrived."""
+    """One hit of an arm, layer by layer; seconds since the request arrived."""
 
+    arm: str
     arrived_s: list[float]
     compute_began_s: list[float]
     compute_ended_s: list[float]

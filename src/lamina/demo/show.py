@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
-from lamina.demo.messages import Timeline
+from lamina.demo.messages import WHOLE, Timeline
 from lamina.demo.run import DemoResult
-from lamina.errors import LaminaError
+
+_ARRIVES, _COMPUTES = "#4c78a8", "#f58518"
+_MOST_TICKS = 24
 
 
 def table_of(result: DemoResult) -> Group:
-    """The four arms, and what the numbers should be compared with."""
+    """The four arms, and what the numbers should be compared with. Fits into 80 columns."""
     spec = result.spec
     table = Table(
         title=f"First-token time of a hit: {spec.hit_tokens} tokens loaded, "
         f"{spec.tail_tokens} computed, {spec.layers} layers"
     )
-    table.add_column("")
-    table.add_column("TTFT, ms", justify="right")
-    table.add_column("of whole", justify="right")
+    table.add_column("", no_wrap=True)
+    table.add_column("TTFT, ms", justify="right", no_wrap=True)
+    table.add_column("of whole", justify="right", no_wrap=True)
     table.add_column("logits equal recompute's")
     for arm in result.arms:
         table.add_row(
@@ -32,51 +35,57 @@ def table_of(result: DemoResult) -> Group:
         )
     return Group(
         table,
-        f"The link is throttled to {result.link_gbps:.3f} GB/s, so that a hit's transfer takes as "
-        f"long as its computation: T = C = {result.compute_ms:.1f} ms.",
+        f"T = {result.transfer_ms:.1f} ms: a whole transfer in this run, by the server's account, "
+        f"on a link throttled to {result.link_gbps:.3f} GB/s.",
+        f"C = {result.compute_ms:.1f} ms: computing what is new, alone. The throttle was set so "
+        "that T is C; more is a busy machine.",
         f"Waiting for the whole transfer costs T + C = {result.serial_ms:.1f} ms; "
         f"the best that layers can do is max(T, C) = {result.overlapped_ms:.1f} ms "
         f"({result.overlapped_ms / result.serial_ms:.2f} of it).",
     )
 
 
-def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """A PNG of each layer's arrival against its computation. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise LaminaError("matplotlib is missing", "pip install lamina[demo]") from error
+def draw_timeline(timelines: list[Timeline], path: Path) -> None:
+    """A PNG of each layer's arrival against its computation, with a whole transfer above it all.
+
+    Needs matplotlib.
+    """
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    (whole,) = [timeline for timeline in timelines if timeline.arm == WHOLE]
+    (layered,) = [timeline for timeline in timelines if timeline.arm != WHOLE]
+    layers = len(layered.arrived_s)
     figure, axes = pyplot.subplots(figsize=(9, 5))
+    _bar(axes, -1.7, 0.0, whole.arrived_s[-1], _ARRIVES)
+    _bar(axes, -1.3, whole.compute_began_s[0], whole.compute_ended_s[-1], _COMPUTES)
     before = 0.0
-    for layer, arrived in enumerate(timeline.arrived_s):
-        began, ended = timeline.compute_began_s[layer], timeline.compute_ended_s[layer]
-        label = layer == 0
-        axes.barh(
-            layer - 0.2,
-            (arrived - before) * 1e3,
-            0.36,
-            before * 1e3,
-            color="#4c78a8",
-            label="KV on its way" if label else None,
-        )
-        axes.barh(
-            layer + 0.2,
-            (ended - began) * 1e3,
-            0.36,
-            began * 1e3,
-            color="#f58518",
-            label="layer computes" if label else None,
-        )
+    for layer, arrived in enumerate(layered.arrived_s):
+        began, ended = layered.compute_began_s[layer], layered.compute_ended_s[layer]
+        _bar(axes, layer - 0.2, before, arrived, _ARRIVES, "" if layer else "KV on its way")
+        _bar(axes, layer + 0.2, began, ended, _COMPUTES, "" if layer else "computing")
         before = arrived
-    axes.axvline(timeline.first_token_s * 1e3, color="black", linestyle=":", label="first token")
-    axes.invert_yaxis()
+    for timeline, style in ((whole, "--"), (layered, ":")):
+        axes.axvline(
+            timeline.first_token_s * 1e3,
+            color="black",
+            linestyle=style,
+            label=f"first token: {timeline.arm}",
+        )
+    shown = range(0, layers, -(-layers // _MOST_TICKS))
+    axes.set_yticks([-1.5, *shown], ["whole", *map(str, shown)])
+    axes.set_ylim(layers - 0.4, -2.1)
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms since the request arrived")
     axes.set_ylabel("layer")
-    axes.set_title("One hit, layer by layer, released when its first layer had landed")
-    axes.legend(loc="lower left")
+    axes.set_title("One hit: moved whole, and layer by layer, released with its first layer")
+    axes.legend(loc="lower left", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _bar(axes: Any, y: float, from_s: float, to_s: float, color: str, label: str = "") -> None:
+    axes.barh(y, (to_s - from_s) * 1e3, 0.36, from_s * 1e3, color=color, label=label or None)

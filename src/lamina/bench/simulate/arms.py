@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from lamina.bench.simulate.engine import simulate
@@ -73,10 +74,12 @@ def simulation_table(result: SimulationResult) -> Table:
     machine = result.machine
     table = Table(
         title=f"Mean first-token time in ms, prompts of {result.prompt_tokens} tokens, link "
-        f"{2**30 / machine.link_s_per_gib / 1e9:.1f} GB/s, steps of {machine.step_tokens} tokens"
+        f"{2**30 / machine.link_s_per_gib / 1e9:.1f} GB/s, steps of {machine.step_tokens} tokens",
+        box=box.SIMPLE_HEAD,
+        padding=0,
     )
     for heading in ("hit", "at once", RECOMPUTE, FLOOR, *ARMS):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for cell in result.cells:
         times = (f"{time_ms:.1f}" for time_ms in cell.first_token_ms.values())
         table.add_row(f"{cell.hit_tokens}", f"{cell.concurrency}", *times)
