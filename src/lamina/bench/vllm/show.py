@@ -24,7 +24,6 @@ from lamina.bench.vllm.compare import (
 )
 from lamina.bench.vllm.results import Report, Start
 from lamina.bench.vllm.workload import Cell
-from lamina.errors import LaminaError
 
 
 def is_correct(report: Report) -> bool:
@@ -217,10 +216,8 @@ def _tallies(start: Start) -> dict[tuple[str, Cell], dict[Verdict, int]]:
 
 def draw(report: Report, path: Path) -> None:
     """A PNG: per cell, every arm's ratio to the floor. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise LaminaError("matplotlib is missing", "pip install lamina[demo]") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
