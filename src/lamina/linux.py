@@ -92,13 +92,14 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(pid, uid, pidfd)
 
 
-def wait_readable(fd: int, timeout_s: float) -> bool:
-    """Wait at most `timeout_s` until `fd` is readable; whether it is.
+def wait_readable(fd: int, timeout_s: float, or_writable: bool = False) -> bool:
+    """Wait at most `timeout_s` until `fd` is readable, or else writable if that is asked for;
+    whether it is.
 
     Python's own `poll` waits for whole milliseconds.
     """
     until_s = time.monotonic() + timeout_s
-    asked = _PollFd(fd, select.POLLIN)
+    asked = _PollFd(fd, select.POLLIN | (select.POLLOUT if or_writable else 0))
     while True:
         left_ns = max(0, int((until_s - time.monotonic()) * 1e9))
         left = _TimeSpec(*divmod(left_ns, 10**9))

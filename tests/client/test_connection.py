@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from lamina import protocol
 from lamina.board import Board
 from lamina.client import connection as connections
 from lamina.client.connection import Connection
+from tests.support.wait import PATIENCE_S
 
 MAX_UNSENT_BYTES = 1 << 20
 KEYS = tuple(number.to_bytes(32, "big") for number in range(2000))
@@ -85,3 +87,14 @@ def test_a_server_that_reads_late_gets_all_that_was_left_unread(scene: Scene) ->
     assert bodies == asked
     assert not scene.unsent_bytes
     assert not scene.connection.is_lost
+
+
+def test_what_is_unsent_goes_out_while_an_answer_is_waited_for(scene: Scene) -> None:
+    """And not only at the next poll, which is not called while somebody waits."""
+    while not scene.unsent_bytes:
+        scene.ask()
+    with contextlib.suppress(BlockingIOError):
+        while scene.server.recv(1 << 18):
+            pass
+    scene.connection.wait(PATIENCE_S)
+    assert not scene.unsent_bytes

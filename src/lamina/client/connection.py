@@ -104,8 +104,11 @@ class Connection:
             self._receive(data)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something arrives, at most `timeout_s`, then `pump`."""
-        if not self.is_lost and wait_readable(self._socket.fileno(), timeout_s):
+        """Wait until something arrives, or what is unsent can be sent, at most `timeout_s`; then
+        `pump`."""
+        if not self.is_lost and wait_readable(
+            self._socket.fileno(), timeout_s, or_writable=bool(self._unsent)
+        ):
             self.pump()
 
     def close(self) -> None:
