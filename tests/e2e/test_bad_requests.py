@@ -188,8 +188,10 @@ def test_a_retrieve_that_cannot_be_is_refused_before_a_byte_is_written(
     reply = worker_guest.ask(retrieve(lease, blocks, **fields))
     assert_refused(reply, ErrorCode.BAD_REQUEST, word)
     assert not pages.memory.any(), "it wrote all the same"
-    done = worker_guest.ask(retrieve(lease))
-    assert isinstance(done, protocol.Retrieved), "the lease is unharmed"
+    gauges = bystander.server.gauges()
+    assert (gauges["leases"], gauges["pins"]) == (0, 0), "nobody would have ended its lease"
+    done = worker_guest.ask(retrieve(lease_of(worker_guest, bystander)))
+    assert isinstance(done, protocol.Retrieved), "the connection is unharmed"
     assert done.status == 0
     assert pages.memory.any()
 
@@ -221,7 +223,7 @@ def test_a_slot_or_a_request_id_that_is_in_use(
     bystander.server.device.loads.wait_until_held()
     reply = worker_guest.ask(retrieve(lease, id=21, slot=3))
     assert_refused(reply, ErrorCode.BAD_REQUEST, "slot 3 belongs to a transfer in flight")
-    reply = worker_guest.ask(retrieve(lease, id=20, slot=4))
+    reply = worker_guest.ask(retrieve(lease_of(worker_guest, bystander), id=20, slot=4))
     assert_refused(reply, ErrorCode.BAD_REQUEST, "request id 20 is in use")
     store = protocol.Store(20, b"", (b"k" * 32,), (protocol.pack_block_ids(ids(range(4))),), 0)
     reply = worker_guest.ask(store)

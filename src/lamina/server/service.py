@@ -143,6 +143,15 @@ class Service:
     def retrieve(
         self, session: Session, request: protocol.Retrieve
     ) -> Awaitable[protocol.Retrieved]:
+        try:
+            return self._retrieve(session, request)
+        except Exception:  # refused: nobody comes back for the lease
+            self._leases.end(session.engine, request.lease)
+            raise
+
+    def _retrieve(
+        self, session: Session, request: protocol.Retrieve
+    ) -> Awaitable[protocol.Retrieved]:
         worker = session.need_worker()
         lease = self._leases.get(session.need_hello(), request.lease)
         geometry, chunks = worker.geometry, lease.chunks
