@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, UsageError
 from lamina.geometry import Geometry, Group, Layer
 from lamina.keys import KEY_BYTES, Extra, KeyChain, Namespace, chunk_keys
 
@@ -201,3 +201,17 @@ def test_a_token_id_out_of_range_is_refused_and_no_key_is_added(token: int) -> N
 def test_a_token_id_of_an_unfinished_chunk_is_not_looked_at() -> None:
     chain = KeyChain(NAMESPACE, CHUNK_TOKENS)
     assert len(chain.extend([0, 1, 2, 3, -1])) == 1
+
+
+@pytest.mark.parametrize("field", ["model", "salt", "adapter"])
+@pytest.mark.parametrize("value", ["\udc80", object()])
+def test_a_namespace_that_cannot_be_hashed_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match="a namespace cannot be hashed"):
+        KeyChain(msgspec.structs.replace(NAMESPACE, **{field: value}), CHUNK_TOKENS)
+
+
+def test_an_extra_that_cannot_be_hashed_is_refused_and_its_chunk_has_no_key() -> None:
+    chain = KeyChain(NAMESPACE, CHUNK_TOKENS)
+    with pytest.raises(UsageError, match="a chunk's extras cannot be hashed"):
+        chain.extend(list(range(12)), {1: [Extra("mm", "\udc80")]})
+    assert chain.keys == KeyChain(NAMESPACE, CHUNK_TOKENS).extend(list(range(4)))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina import protocol
-from lamina.errors import ErrorCode
+from lamina.errors import ErrorCode, UsageError
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.protocol import (
     MAX_FRAME_BYTES,
@@ -194,7 +194,7 @@ def test_a_message_too_large_for_a_frame_is_refused_and_the_largest_is_not() -> 
     )
     largest = protocol.Lookup(1, "r", (bytes(MAX_FRAME_BYTES - fixed),))
     assert len(encode(largest)) == HEADER_BYTES + MAX_FRAME_BYTES
-    with pytest.raises(MalformedError, match=f"{MAX_FRAME_BYTES} are allowed"):
+    with pytest.raises(UsageError, match=f"{MAX_FRAME_BYTES} are allowed"):
         encode(protocol.Lookup(1, "r", (bytes(MAX_FRAME_BYTES - fixed + 1),)))
 
 

@@ -209,7 +209,7 @@ def test_a_client_setting_below_its_range_is_refused(name: str, value: int, leas
 
 
 def test_a_negative_overlap_is_refused_however_it_is_given() -> None:
-    with pytest.raises(SettingsError, match="layerwise_overlap is -1"):
+    with pytest.raises(SettingsError, match="layerwise_overlap -1 is not understood"):
         ClientSettings(layerwise_overlap=-1)
 
 
@@ -400,3 +400,39 @@ def test_lists_of_counts() -> None:
     for text in ("", "a", "1,", "0", "-1", "1.5", "9" * 5000):
         with pytest.raises(SettingsError, match="no list of counts"):
             parse_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("socket", "/tmp/x.sock", Path("/tmp/x.sock")),
+        ("lookup_timeout_ms", "7", 7),
+        ("layerwise_overlap", "true", 1),
+        ("layerwise_overlap", "auto", "auto"),
+        ("release_after_slices", None, None),
+        ("chunk_tokens", "64", 64),
+    ],
+)
+def test_settings_that_are_built_are_read_as_settings_that_are_parsed(
+    name: str, value: Any, taken: Any
+) -> None:
+    built = ClientSettings(**{name: value})
+    assert getattr(built, name) == taken
+    assert type(getattr(built, name)) is type(taken)
+    assert built == ClientSettings.parse({f"lamina.{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("socket", 7),
+        ("lookup_timeout_ms", "soon"),
+        ("lookup_timeout_ms", None),
+        ("reconnect_every_ms", 1.5),
+        ("layerwise_overlap", "ture"),
+        ("release_after_slices", []),
+    ],
+)
+def test_settings_that_are_built_wrongly_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=name):
+        ClientSettings(**{name: value})

@@ -39,6 +39,10 @@ class LaminaError(Exception):
         return type(self), (self.cause, self.remedy)
 
 
+class UsageError(LaminaError):
+    """A call was made wrongly: an argument of the wrong kind, or out of order. It did nothing."""
+
+
 class SettingsError(LaminaError):
     """A user setting is unknown, malformed or out of range."""
 

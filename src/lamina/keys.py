@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, UsageError
 
 KEY_BYTES = 32
 FORMAT = b"lamina namespace 2"
@@ -46,8 +46,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seed(self) -> bytes:
-        """The parent of every first chunk, `KEY_BYTES` long."""
-        fields = msgspec.msgpack.encode(msgspec.structs.asdict(self), order="sorted")
+        """The parent of every first chunk, `KEY_BYTES` long. Raises `UsageError` for a field that
+        has no bytes: text with lone surrogates, another type."""
+        fields = _encoded("namespace", msgspec.structs.asdict(self))
         return hashlib.sha256(FORMAT + fields).digest()
 
 
@@ -72,7 +73,8 @@ class KeyChain:
         """Compute the keys of all full chunks of `tokens` (the sequence from its very start).
 
         Only chunks not yet in `keys` are hashed. `extras` maps a chunk's index to what else it
-        depends on. Returns `keys`. Raises `LaminaError` for a token id outside [0, 2**32).
+        depends on. Returns `keys`. Raises `LaminaError` for a token id outside [0, 2**32), and
+        `UsageError` for extras that have no bytes.
         """
         done = len(self.keys)
         full = len(tokens) // self._chunk_tokens
@@ -84,9 +86,18 @@ class KeyChain:
             parent = self.keys[-1] if self.keys else self._seed
             digest = hashlib.sha256(parent + chunk.tobytes())
             if extras and (found := extras.get(index)):
-                digest.update(msgspec.msgpack.encode(sorted(found)))
+                digest.update(_encoded("chunk's extras", sorted(found)))
             self.keys.append(digest.digest())
         return self.keys
+
+
+def _encoded(what: str, value: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value, order="sorted")
+    except (UnicodeEncodeError, TypeError, OverflowError) as error:
+        raise UsageError(
+            f"a {what} cannot be hashed: {error}", "Give valid Unicode text, without surrogates"
+        ) from error
 
 
 def _checked(tokens: Tokens) -> npt.NDArray[np.uint32]:

@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from lamina.errors import ErrorCode, LaminaError
+from lamina.errors import ErrorCode, LaminaError, UsageError
 from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
@@ -295,11 +295,28 @@ def preface_version(data: bytes) -> int:
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Raises `MalformedError` when the message is larger than a frame may be."""
-    body = _encoder.encode(message)
+    """One frame. Raises `UsageError` for what cannot be sent: text with lone surrogates, numbers
+    beyond 64 bits, other types than the fields', and more than fits into a frame."""
+    kind = type(message).__name__
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise UsageError(f"a {kind} cannot be sent: {error}", "Correct what it names") from error
     if len(body) > MAX_FRAME_BYTES:
-        raise MalformedError(f"a message of {len(body)} bytes; {MAX_FRAME_BYTES} are allowed")
+        raise UsageError(
+            f"a {kind} has {len(body)} bytes; {MAX_FRAME_BYTES} are allowed",
+            "Send less at a time",
+        )
     return _FRAME.pack(len(body)) + body
+
+
+def check(request: Message) -> None:
+    """Raise `UsageError` for a request that cannot be sent, or not be read at the other end."""
+    try:
+        decode_request(encode(request)[FRAME_HEADER_BYTES:])
+    except MalformedError as error:
+        kind = type(request).__name__
+        raise UsageError(f"a {kind} cannot be read: {error}", "Correct what it names") from error
 
 
 def decode_request(body: bytes | memoryview) -> Request:

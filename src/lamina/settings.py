@@ -141,6 +141,18 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_every_ms: int = 500
 
     def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value: Any = getattr(self, field.name)
+            if field.name == "layerwise_overlap":
+                value = parse_overlap(value)
+            else:
+                try:  # as `parse` does
+                    value = msgspec.convert(value, field.type, strict=False, dec_hook=_path)
+                except msgspec.ValidationError as error:
+                    raise SettingsError(
+                        f"{field.name} is {value!r}: {error}", "Correct its type"
+                    ) from error
+            msgspec.structs.force_setattr(self, field.name, value)
         check_socket_path(self.socket)
         if self.server_uid is not None:
             _check_uid("server_uid", self.server_uid)
@@ -148,8 +160,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
             _at_least(f"{name}_timeout_ms", getattr(self, f"{name}_timeout_ms"), 1)
         _at_least("suspect_after_ms", self.suspect_after_ms, 1)
         _at_least("reconnect_every_ms", self.reconnect_every_ms, 1)
-        if self.layerwise_overlap != AUTO:
-            _at_least("layerwise_overlap", self.layerwise_overlap, 0)
         if self.release_after_slices is not None:
             _at_least("release_after_slices", self.release_after_slices, 0)
         if self.chunk_tokens is not None:
@@ -248,7 +258,7 @@ def _check_uid(name: str, uid: int) -> None:
 
 def _path(wanted: type[Any], value: object) -> object:
     """Lets a path be given as text, as in JSON."""
-    if wanted is Path and isinstance(value, str):
+    if wanted is Path and isinstance(value, str | Path):
         return Path(value)
     raise TypeError(f"a {type(value).__name__} is no {wanted.__name__}")
 
