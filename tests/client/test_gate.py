@@ -316,6 +316,7 @@ def test_settle_waits_until_the_last_slice_has_landed(
 ) -> None:
     retrieves = [begin(), begin()]
     gates = StepGates(device, [Gate(retrieve, 0) for retrieve in retrieves])
+    gates.before_all()
     failed: list[Retrieve] = []
     settling = threading.Thread(target=lambda: failed.extend(gates.settle()))
     settling.start()
@@ -326,6 +327,16 @@ def test_settle_waits_until_the_last_slice_has_landed(
     settling.join(PATIENCE_S)
     assert not settling.is_alive()
     assert failed == []
+
+
+def test_what_no_layer_has_waited_for_is_not_returned_as_fine(
+    begin: Begin, device: RecordingDevice
+) -> None:
+    landed, failed = begin(), begin()
+    gates = StepGates(device, [Gate(landed, 0), Gate(failed, 0)])
+    land(landed)
+    fail(failed)
+    assert gates.settle() == [failed, landed]
 
 
 def test_settle_ends_with_what_is_given_up_meanwhile(begin: Begin, device: RecordingDevice) -> None:

@@ -99,7 +99,8 @@ class StepGates:
         ]
 
     def settle(self) -> list[Retrieve]:
-        """Wait on the CPU until every gate of this step has settled; return those that failed.
+        """Wait on the CPU until every gate of this step has settled; return those that failed, and
+        those that are `unwaited`: tokens computed from either are wrong.
 
         Call it after the pass and before its tokens are used. The watchdog ends the wait at each
         retrieve's deadline, or when the server dies.
@@ -110,4 +111,4 @@ class StepGates:
                 time.sleep(_SETTLE_POLL_S)
             if outcome is not TransferStatus.OK:
                 failed.append(gate.retrieve)
-        return failed
+        return failed + [early for early in self.unwaited() if early not in failed]
