@@ -15,6 +15,7 @@ from lamina import protocol
 from lamina.board import Board, TransferStatus
 from lamina.client import Retrieve
 from lamina.client.connection import Connection
+from lamina.client.notices import Notices
 from lamina.client.transfers import Store, Transfers
 from lamina.errors import ErrorCode, GeometryError
 from lamina.geometry import Geometry, Group, Layer
@@ -51,7 +52,8 @@ class World:
         assert preface == protocol.preface()
         self.servers_board = Board.attach(fds[0])
         geometry = Geometry(64, (Group(16),), tuple(Layer(str(i), 0, 1, 8) for i in range(LAYERS)))
-        self.transfers = Transfers(self.connection, self.board, geometry)
+        notices = Notices("test")
+        self.transfers = Transfers(self.connection, self.board, geometry, notices)
 
     def begin(self, width: int = 1, **changes: Any) -> Retrieve:
         options: dict[str, Any] = {
@@ -133,7 +135,7 @@ def one_slot(socket_path: Path) -> Iterator[World]:
 
 
 def test_a_retrieve_asks_for_what_it_was_given(world: World) -> None:
-    blocks = [np.array([7, -1, 2**31 - 1], np.int32), ids([9])]
+    blocks = [np.array([7, -1, 2**31 - 1], np.int32)]
     retrieve = world.begin(
         width=3, lease=41, start_tokens=128, block_ids=blocks, ticket=2**32 - 1, request="q"
     )

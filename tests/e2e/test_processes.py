@@ -298,7 +298,7 @@ def test_a_stopped_server_costs_hits_but_no_hang_and_is_used_again_when_it_goes_
     worker.wait(lambda: asked.result == MISS)
     worker.wait(lambda: not worker.client.is_usable)
     assert worker.client.lookup("r", KEYS).result == MISS
-    assert worker.client.write_ticket() > 0
+    assert worker.client.write_ticket().number > 0
     server.send(signal.SIGCONT)
     worker.wait(lambda: worker.client.is_usable)
     observer = connected_client(worker.client.settings.socket)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lamina.bench.soak_pages import StreamDevice
 from lamina.board import Board, TransferStatus
-from lamina.client import Client, FixedPolicy, Retrieve
+from lamina.client import Client, FixedPolicy, Retrieve, Ticket
 from lamina.engines.reference.request import Request, State
 from lamina.geometry import BlockIds
 from lamina.settings import ClientSettings
@@ -92,7 +92,7 @@ class _Client(Client):
         start_tokens: int,
         block_ids: Sequence[BlockIds],
         layers_per_slice: int,
-        ticket: int | None = None,
+        ticket: Ticket | None = None,
     ) -> Retrieve | None:
         assert isinstance(self.device, _TicketDevice)
         if self.device.is_holding:

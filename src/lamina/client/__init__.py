@@ -1,5 +1,6 @@
 """The engine's side of Lamina, for any engine. An engine needs no more than what is named here."""
 
+from lamina.board import TransferStatus
 from lamina.client.client import Client
 from lamina.client.gate import Gate, StepGates
 from lamina.client.lookup import MISS, Lookup, LookupResult
@@ -17,27 +18,63 @@ from lamina.client.release import (
     policy_of,
     release_policy,
 )
-from lamina.client.transfers import Retrieve, Store
+from lamina.client.transfers import Retrieve, Store, Ticket
+from lamina.devices.base import WorkerDevice
+from lamina.devices.host import HostWorkerDevice
+from lamina.errors import (
+    DeviceError,
+    ErrorCode,
+    GeometryError,
+    LaminaError,
+    RequestRefusedError,
+    ServerUnavailableError,
+    SettingsError,
+    UsageError,
+)
+from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.keys import Extra, KeyChain, Namespace
+from lamina.settings import ClientSettings
 
 __all__ = [
     "MISS",
     "AutoPolicy",
     "Batch",
     "Client",
+    "ClientSettings",
+    "DeviceError",
+    "ErrorCode",
+    "Extra",
     "FixedPolicy",
     "Gate",
+    "Geometry",
+    "GeometryError",
+    "Group",
+    "HostWorkerDevice",
+    "KeyChain",
+    "LaminaError",
+    "Layer",
     "Lookup",
     "LookupResult",
     "Meters",
+    "Namespace",
+    "PageMap",
+    "PlanePages",
     "Reason",
     "Release",
     "ReleasePolicy",
     "ReleaseQuery",
+    "RequestRefusedError",
     "Retrieve",
+    "ServerUnavailableError",
+    "SettingsError",
     "Speed",
     "StepGates",
     "Store",
+    "Ticket",
+    "TransferStatus",
+    "UsageError",
     "WholePolicy",
+    "WorkerDevice",
     "policy_of",
     "release_policy",
 ]

@@ -59,7 +59,10 @@ class Connection:
         """What the server said to the connection as a whole, mostly before it closed it."""
 
     def call(self, make: Callable[[int], protocol.Message], on_reply: OnReply) -> int:
-        """Send `make(id)`; returns the id. `on_reply` is called by a later `pump`."""
+        """Send `make(id)`; returns the id. `on_reply` is called by a later `pump`.
+
+        Raises `UsageError` for what cannot be sent, and has then done nothing.
+        """
         frame = protocol.encode(make(self._number + 1))
         self._number += 1
         self._waiting[self._number] = on_reply
@@ -115,6 +118,13 @@ class Connection:
         """Close the socket; callbacks still waiting get None."""
         if not self.is_lost:
             self._lose()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies. No callback is run, as nothing has ended."""
+        self.is_lost = True
+        self._waiting.clear()
+        self._socket.close()
+        self.server.close()
 
     def _receive(self, data: bytes) -> None:
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lamina import protocol
 from lamina.board import Board
 from lamina.client.connection import Connection
+from lamina.client.notices import Notices
 from lamina.client.transfers import Transfers
 from lamina.devices.base import WorkerDevice
 from lamina.errors import DeviceError, ErrorCode
@@ -33,6 +34,11 @@ class Memory:
     regions: tuple[Region, ...]
     description: bytes
 
+    def to_message(self, number: int, device: str) -> protocol.Register:
+        return protocol.Register(
+            number, device, self.geometry, self.page_map, self.regions, self.description
+        )
+
 
 class Link:
     """One connection with its board and its transfers, from Hello to the end of the last one.
@@ -48,11 +54,13 @@ class Link:
         engine: str,
         label: str,
         memory: Memory | None,
+        notices: Notices,
     ) -> None:
         self._wanted_chunk_tokens = settings.chunk_tokens
         self._ask_every_s = settings.reconnect_every_ms / 1000
         self._device = device
         self._memory = memory
+        self._notices = notices
         self.board = Board.create(BOARD_SLOTS if memory else 0)
         try:
             self.connection = Connection(settings.socket, self.board, settings.server_uid)
@@ -103,6 +111,11 @@ class Link:
             self._device.detach(self.board)
         self.board.close()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of what is open, and undo nothing else."""
+        self.connection.leave_to_parent()
+        self.board.close()
+
     def _welcomed(self, reply: protocol.Reply | None) -> None:
         if not isinstance(reply, protocol.Welcome):
             self._refused(reply)
@@ -129,12 +142,7 @@ class Link:
         memory = self._memory
         self._device.admit(self.connection.server)
         name = self._device.name
-        self.connection.call(
-            lambda n: protocol.Register(
-                n, name, memory.geometry, memory.page_map, memory.regions, memory.description
-            ),
-            self._registered,
-        )
+        self.connection.call(lambda n: memory.to_message(n, name), self._registered)
 
     def _registered(self, reply: protocol.Reply | None) -> None:
         if not isinstance(reply, protocol.Registered):
@@ -149,7 +157,8 @@ class Link:
             )
             return
         self._is_attached = True
-        self.transfers = Transfers(self.connection, self.board, self._memory.geometry)
+        geometry = self._memory.geometry
+        self.transfers = Transfers(self.connection, self.board, geometry, self._notices)
         self.is_ready = True
 
     def _session_ended(self, reply: protocol.Reply | None) -> None:

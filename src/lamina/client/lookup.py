@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lamina import protocol
 from lamina.client.connection import Connection
+from lamina.client.notices import Notices
 
 
 class LookupResult(NamedTuple):
@@ -22,7 +23,7 @@ MISS = LookupResult(0, 0)
 class Lookup:
     """One lookup. `result` is None until the answer is in, the connection is lost or time is up.
 
-    A late answer's lease is given back, so that nothing stays pinned for nobody.
+    A late answer's lease is given back, so that nothing stays pinned for nobody. Engine's thread.
     """
 
     def __init__(
@@ -32,11 +33,15 @@ class Lookup:
         keys: tuple[bytes, ...],
         deadline_s: float,
         clock: Callable[[], float],
+        notices: Notices,
     ) -> None:
         self._connection = connection
         self._deadline_s = deadline_s
         self._clock = clock
+        self._notices = notices
         self._result: LookupResult | None = None
+        self.refusal: protocol.ErrorReply | None = None
+        """Why the server refused to answer; the result is a miss then."""
         if connection is None or not keys:
             self._result = MISS
         else:
@@ -44,7 +49,9 @@ class Lookup:
 
     @property
     def result(self) -> LookupResult | None:
-        """Never blocks; the owner of the connection pumps it."""
+        """Reads what has arrived, polled or not, and never blocks. A miss when nobody was asked."""
+        if self._result is None and self._connection is not None:
+            self._connection.pump()
         if self._result is None and self._clock() >= self._deadline_s:
             self._result = MISS
         return self._result
@@ -63,6 +70,7 @@ class Lookup:
         return self.result
 
     def _answered(self, reply: protocol.Reply | None) -> None:
+        self.refusal = self._notices.answered(protocol.Lookup, reply)
         found = (
             LookupResult(reply.chunks, reply.lease) if isinstance(reply, protocol.Found) else MISS
         )

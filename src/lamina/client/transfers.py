@@ -19,15 +19,25 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lamina import protocol
 from lamina.board import Board, TransferStatus, reached
+from lamina.client.checks import checked_blocks
 from lamina.client.connection import Connection
+from lamina.client.notices import Notices
 from lamina.geometry import BlockIds, Geometry, Slice
 
 _MAX_TICKETS = 1 << 30
 """A store as many tickets old is void: so the board's word about that keeps up with tickets that
 wrap at 2**32, and no fresh one looks void. None is ever so old, by its deadline."""
+
+
+class Ticket(NamedTuple):
+    """A number that the engine's compute stream writes to `board`; None where nobody reads it."""
+
+    number: int
+    board: Board | None
 
 
 class Retrieve:
@@ -52,6 +62,7 @@ class Retrieve:
         self.is_server_dead = is_server_dead
         self.number = 0
         self.refusal: protocol.ErrorReply | None = None
+        """Why the server refused it; its lease has ended then."""
         self.ended: protocol.Retrieved | None = None
         """The server's account of it, once it came."""
         self._acknowledged = False
@@ -129,6 +140,8 @@ class Store:
         self.deadline_s = deadline_s
         self.ended: protocol.Stored | None = None
         """The server's account of it, once it came; late, if the store was given up."""
+        self.refusal: protocol.ErrorReply | None = None
+        """Why the server refused it: nothing was stored."""
         self.given_up = False
         """Whether the engine did not wait for its end. It is over all the same."""
         self.is_over = False
@@ -137,7 +150,10 @@ class Store:
 class Transfers:
     """The slots of one connection's board and what is in flight on them."""
 
-    def __init__(self, connection: Connection, board: Board, geometry: Geometry) -> None:
+    def __init__(
+        self, connection: Connection, board: Board, geometry: Geometry, notices: Notices
+    ) -> None:
+        self._notices = notices
         self._connection = connection
         self._board = board
         self._geometry = geometry
@@ -177,10 +193,12 @@ class Transfers:
     ) -> Retrieve:
         """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`.
 
-        Raises `GeometryError` for a width that does not fit the layers.
+        Raises `GeometryError` for a width that does not fit the layers, and as `checked_blocks`;
+        `UsageError` for what cannot be sent. It takes no slot then.
         """
         slices = self._geometry.slices(layers_per_slice)
-        slot = self._free_slots.pop()
+        packed = self._packed(block_ids)
+        slot = self._free_slots[-1]
         self._board.reset(slot)
         retrieve = Retrieve(
             request,
@@ -191,9 +209,6 @@ class Transfers:
             deadline_s,
             self._connection.is_server_dead,
         )
-        self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF
-        self.retrieves[slot] = retrieve
-        packed = tuple(protocol.pack_block_ids(ids) for ids in block_ids)
         retrieve.number = self._connection.call(
             lambda number: protocol.Retrieve(
                 number,
@@ -207,6 +222,9 @@ class Transfers:
             ),
             lambda reply: self._retrieve_ended(retrieve, reply),
         )
+        self._free_slots.pop()
+        self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF
+        self.retrieves[slot] = retrieve
         return retrieve
 
     def cancel(self, retrieve: Retrieve) -> None:
@@ -224,14 +242,15 @@ class Transfers:
         ticket: int,
         deadline_s: float,
     ) -> Store:
-        """Begin a store; see `protocol.Store`."""
+        """Begin a store; see `protocol.Store`. Raises as `checked_blocks`, or `UsageError` for what
+        cannot be sent."""
         store = Store(len(keys), ticket, deadline_s)
-        self.stores.add(store)
-        packed = tuple(protocol.pack_block_ids(ids) for ids in block_ids)
+        packed = self._packed(block_ids)
         self._connection.call(
             lambda number: protocol.Store(number, parent, tuple(keys), packed, ticket),
             lambda reply: self._store_ended(store, reply),
         )
+        self.stores.add(store)
         return store
 
     def give_up_stores(self, now_s: float = math.inf) -> int:
@@ -270,15 +289,19 @@ class Transfers:
             store.is_over = True
         self.stores.clear()
 
+    def _packed(self, block_ids: Sequence[BlockIds]) -> tuple[bytes, ...]:
+        arrays = checked_blocks(block_ids, len(self._geometry.groups))
+        return tuple(protocol.pack_block_ids(ids) for ids in arrays)
+
     def _retrieve_ended(self, retrieve: Retrieve, reply: protocol.Reply | None) -> None:
         if reply is None:
             retrieve.force(TransferStatus.SERVER_DIED)
             return  # lost, not over: `end` comes once the server is known to be done with it
+        retrieve.refusal = self._notices.answered(protocol.Retrieve, reply)
         if isinstance(reply, protocol.Retrieved):
             retrieve.ended = reply
         else:
-            assert isinstance(reply, protocol.ErrorReply)
-            retrieve.refusal = reply
+            assert retrieve.refusal is not None
             retrieve.force(TransferStatus.REFUSED)
         self._release(retrieve)
 
@@ -290,6 +313,7 @@ class Transfers:
     def _store_ended(self, store: Store, reply: protocol.Reply | None) -> None:
         if reply is None:
             return
+        store.refusal = self._notices.answered(protocol.Store, reply)
         if isinstance(reply, protocol.Stored):
             store.ended = reply
             self._has_stored |= not reply.status and not store.given_up
