@@ -130,6 +130,7 @@ class Rig:
         max_tokens: int = 4,
         resumable: bool = False,
         params: Any = None,
+        salt: str | None = None,
         **options: Any,
     ) -> None:
         """Add a request; `options` become `lamina.*` of its `kv_transfer_params`, unless these
@@ -144,7 +145,9 @@ class Rig:
         )
         self.texts[name] = Text(self.model, prompt)
         self.tokens[name] = []
-        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        request = Request(
+            name, list(prompt), sampling, None, cache_salt=salt, block_hasher=self._hasher
+        )
         request.resumable = resumable
         self.requests[name] = request
         self.scheduler.add_request(request)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from lamina.board import TransferStatus
 from lamina.client import MISS, LookupResult
+from lamina.client.checks import check_name
 from lamina.geometry import Slice
 from lamina.keys import Namespace, chunk_keys
 
@@ -293,6 +294,7 @@ class ScriptedClient:
     def close(self) -> None: ...
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> ScriptedLookup:
+        check_name("the request's name", request)
         held = 0
         while self.is_usable and held < len(keys) and keys[held] in self.chunks:
             held += 1
@@ -340,6 +342,7 @@ class ScriptedClient:
         return 0
 
     def end_request(self, request: str) -> None:
+        check_name("the request's name", request)
         self._end_leases(request)
         for load in self.open_loads:
             if load.request == request:

@@ -77,3 +77,28 @@ def test_beside_a_load_the_request_is_computed_and_others_are_cached(
     assert [load.request for load in rig.client.loads] == ["A", "C"]
     assert not rig.counts["faults"]
     rig.close()
+
+
+@pytest.mark.parametrize("names", [{"name": "B\udc80"}, {"name": "B", "salt": "\udc80"}])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_with_a_lone_surrogate_goes_without_the_cache_alone(
+    mode: str, names: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON may hold one; it can be neither sent nor hashed."""
+    rig = Rig(mode)
+    rig.hold(ASKED, 2)
+    with caplog.at_level(logging.WARNING):
+        rig.add(prompt=ASKED, **names)  # type: ignore[arg-type]
+    (said,) = [r.getMessage() for r in caplog.records if "without the cache" in r.message]
+    assert "is no valid Unicode text" in said
+    assert said.isascii()
+    rig.client.is_swift = True
+    rig.run(names["name"])
+    later = prompt(2, 2 * CHUNK + 2)
+    rig.hold(later)
+    rig.add("C", later)
+    rig.run("C")
+    assert rig.ended == {names["name"]: "LENGTH", "C": "LENGTH"}
+    assert [load.request for load in rig.client.loads] == ["C"]
+    assert not rig.counts["faults"]
+    rig.close()

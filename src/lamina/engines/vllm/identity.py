@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import PurePath
 from typing import Any
 
+from lamina.client.checks import check_name
 from lamina.engines.vllm.adapters import Adapters
 from lamina.engines.vllm.epochs import Epochs
 from lamina.engines.vllm.fields import ENVIRONMENT, FIELDS, WHOLE, Treatment
@@ -100,6 +101,15 @@ def extras_of(request: Any, chunk_tokens: int) -> dict[int, list[Extra]]:
             extra = Extra("mm", item.identifier, start - chunk * chunk_tokens)
             extras.setdefault(chunk, []).append(extra)
     return extras
+
+
+def check_texts(request: Any) -> None:
+    """Raise `UsageError` unless what users name can be sent and hashed: the request, its salt, its
+    multimodal items. JSON may hold lone surrogates."""
+    check_name("the request's id", request.request_id)
+    check_name("the request's cache_salt", request.cache_salt or "")
+    for item in request.mm_features:
+        check_name("the identifier of a multimodal item", item.identifier)
 
 
 def _counted(config: Any) -> dict[str, Any]:

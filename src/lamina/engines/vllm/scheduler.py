@@ -16,14 +16,14 @@ import msgspec
 
 from lamina.client import Client
 from lamina.engines.vllm.config import ConnectorSettings, RequestSettings
-from lamina.engines.vllm.identity import Identity, extras_of
+from lamina.engines.vllm.identity import Identity, check_texts, extras_of
 from lamina.engines.vllm.loads import Loads
 from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.planning import Planner
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.stores import Stores
 from lamina.engines.vllm.tracked import HeldBlocks, Offer, Tracked
-from lamina.errors import SettingsError
+from lamina.errors import LaminaError
 from lamina.keys import KeyChain, Namespace
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class SchedulerSide:
         if self.loads.is_released(tracked):
             # Its blocks may be in vLLM's prefix cache, and others may be reading them: let it land.
             self._give_lease_back(tracked)
-        else:
+        elif tracked.settings.load:  # others have nothing there, and perhaps no name to send
             self.client.end_request(request.request_id)
         self.loads.end()
 
@@ -240,7 +240,7 @@ class SchedulerSide:
             return tracked
         settings = self._settings_of(request)
         namespace = self._namespace
-        if request.cache_salt:
+        if request.cache_salt and (settings.load or settings.store):
             namespace = msgspec.structs.replace(namespace, salt=request.cache_salt)
         if (lora := request.lora_request) is not None:
             adapter = self._identity.adapters.identity(lora)
@@ -265,10 +265,11 @@ class SchedulerSide:
         if request.prompt_embeds is not None or request.resumable:
             return without  # no token ids to name chunks by; or a prompt that is not all there yet
         try:
+            check_texts(request)
             return RequestSettings(self._settings, request.kv_transfer_params)
         except Exception as error:  # users write it: whatever it is, the engine serves on
-            is_told = isinstance(error, SettingsError)
-            name = request.request_id
+            is_told = isinstance(error, LaminaError)
+            name = ascii(request.request_id)[1:-1]
             log.warning("request %s goes without the cache: %s", name, error, exc_info=not is_told)
             return without
 
