@@ -170,7 +170,7 @@ def test_a_server_without_descriptors_is_busy_until_it_has_some(
     """A session takes four: the connection, its peer's pidfd, the board and its mapping."""
     pid = server.process.pid
     before = connected_client(socket_path)
-    eventually(lambda: stats(before)["sessions"] == 1)
+    eventually(lambda: stats(before)["sessions"] == 0)
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     leave_descriptors(pid, left)
     client = client_at(socket_path)
@@ -183,14 +183,14 @@ def test_a_server_without_descriptors_is_busy_until_it_has_some(
     assert isinstance(before.ask(protocol.Ping), protocol.Pong)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     eventually(lambda: is_usable(client))
-    assert stats(client)["sessions"] == 2
+    assert stats(client)["sessions"] == 1
     client.close()
     before.close()
 
 
 def test_a_place_that_becomes_free_is_taken(server: ServerProcess, socket_path: Path) -> None:
     first = connected_client(socket_path)
-    eventually(lambda: stats(first)["sessions"] == 1)
+    eventually(lambda: stats(first)["sessions"] == 0)
     leave_descriptors(server.process.pid, 5)
     second = connected_client(socket_path)
     third = client_at(socket_path)
