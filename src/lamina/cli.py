@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -148,7 +149,9 @@ def serve(
         http=http,
     )
     sys.setswitchinterval(_THREAD_SWITCH_S)
-    asyncio.run(Server(settings).run())
+    server = Server(settings)
+    gc.freeze()  # what is there stays: no later collection, a pause of 20 ms, needs to look at it
+    asyncio.run(server.run())
 
 
 @app.command()

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lamina.server.arena import Arena
 from lamina.server.index import Chunk, Index
+from lamina.server.turns import at_once
 
 LAYOUT = b"layout"
 CHUNK_BYTES = mmap.PAGESIZE
@@ -139,7 +140,7 @@ def test_a_reserved_chunk_is_not_evicted() -> None:
     index = index_of(1)
     assert index.reserve(b"a", None, CHUNK_BYTES, LAYOUT) is not None
     assert index.reserve(b"b", None, CHUNK_BYTES, LAYOUT) is None
-    assert index.clear() == 0
+    assert at_once(index.clear()) == 0
 
 
 def test_a_discarded_chunk_leaves_no_trace_and_its_parent_can_go() -> None:
@@ -151,7 +152,7 @@ def test_a_discarded_chunk_leaves_no_trace_and_its_parent_can_go() -> None:
     assert (len(index), index.pins, index.evicted) == (1, 0, 0)
     assert index.get(b"b") is None
     assert add(index, b"b", head) is not chunk, "it can be stored again"
-    assert index.clear() == 2
+    assert at_once(index.clear()) == 2
 
 
 def test_a_chunk_that_becomes_a_leaf_twice_is_evicted_once() -> None:
@@ -161,7 +162,7 @@ def test_a_chunk_that_becomes_a_leaf_twice_is_evicted_once() -> None:
         chunk = index.reserve(b"b", head, CHUNK_BYTES, LAYOUT)
         assert chunk is not None
         index.discard(chunk)
-    assert index.clear() == 1
+    assert at_once(index.clear()) == 1
     assert (len(index), index.evicted) == (0, 1)
 
 
@@ -216,10 +217,10 @@ def test_clear_forgets_all_but_what_is_pinned_or_on_its_way() -> None:
     add_chain(index, "d")
     index.pin([chain[1]])
     assert index.reserve(b"e", None, CHUNK_BYTES, LAYOUT) is not None
-    assert index.clear() == 2
+    assert at_once(index.clear()) == 2
     assert held(index, "abcde") == "abe", "the head of what is pinned stays with it"
     index.unpin([chain[1]])
-    assert index.clear() == 2
+    assert at_once(index.clear()) == 2
 
 
 def test_the_eviction_candidates_stay_bounded_under_many_touches() -> None:
@@ -358,7 +359,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         before = len(self.nodes)
         while leaves := self.evictable():
             self.nodes = [n for n in self.nodes if n not in leaves]
-        assert self.index.clear() == before - len(self.nodes)
+        assert at_once(self.index.clear()) == before - len(self.nodes)
 
     @invariant()
     def agrees(self) -> None:
@@ -376,7 +377,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             if not node.whole:
                 self.index.commit(node.chunk)
         assert self.index.pins == 0
-        assert self.index.clear() == len(self.nodes)
+        assert at_once(self.index.clear()) == len(self.nodes)
         arena_is_whole = self.index.reserve(b"all", None, self.ROOM * CHUNK_BYTES, LAYOUT)
         assert arena_is_whole, "memory of forgotten chunks was not given back"
 
@@ -405,7 +406,7 @@ def test_the_tail_of_a_discarded_chunk_serves_its_successor_and_goes_like_any_ot
     index.commit(again)
     assert index.find([b"head", b"tail"]) == [again, tail]
     assert index.pins == 0
-    assert index.clear() == 2
+    assert at_once(index.clear()) == 2
     assert len(index) == 0
     assert [index.reserve(bytes([n]), None, CHUNK_BYTES, LAYOUT) is not None for n in range(5)] == [
         *[True] * 4,

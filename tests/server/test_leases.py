@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.server.arena import Arena
 from lamina.server.index import Chunk, Index
-from lamina.server.leases import LeaseTable
+from lamina.server.leases import Lease, LeaseTable
 
 TTL_S = 10.0
 CHUNKS = 4
@@ -33,6 +33,10 @@ class Table:
             self.chunks.append(chunk)
         self.now_s = 100.0
         self.leases = LeaseTable(self.index, TTL_S, lambda: self.now_s)
+
+    def grant(self, engine: str, owner: str, request: str, chunks: list[Chunk]) -> Lease:
+        self.index.pin(chunks)
+        return self.leases.grant(engine, owner, request, chunks)
 
     def pins(self) -> list[int]:
         return [chunk.pins for chunk in self.chunks]
@@ -58,7 +62,7 @@ def refused(table: Table, engine: str, number: int) -> None:
 
 
 def test_a_lease_pins_its_chunks_until_it_is_ended(table: Table) -> None:
-    lease = table.leases.grant("e", "s1", "r", table.chunks[:2])
+    lease = table.grant("e", "s1", "r", table.chunks[:2])
     assert table.leases.get("e", lease.number) == lease
     assert lease.chunks == tuple(table.chunks[:2])
     assert table.pins() == [1, 1, 0, 0]
@@ -68,8 +72,8 @@ def test_a_lease_pins_its_chunks_until_it_is_ended(table: Table) -> None:
 
 
 def test_ending_a_lease_twice_or_an_unknown_one_does_nothing(table: Table) -> None:
-    lease = table.leases.grant("e", "s1", "r", table.chunks[:1])
-    other = table.leases.grant("e", "s1", "q", table.chunks[:1])
+    lease = table.grant("e", "s1", "r", table.chunks[:1])
+    other = table.grant("e", "s1", "q", table.chunks[:1])
     table.leases.end("e", lease.number)
     table.leases.end("e", lease.number)
     table.leases.end("e", 999)
@@ -80,9 +84,9 @@ def test_ending_a_lease_twice_or_an_unknown_one_does_nothing(table: Table) -> No
 
 
 def test_a_lease_runs_out_when_its_time_is_up_and_not_before(table: Table) -> None:
-    first = table.leases.grant("e", "s1", "r", table.chunks[:1])
+    first = table.grant("e", "s1", "r", table.chunks[:1])
     table.now_s += 4
-    second = table.leases.grant("e", "s1", "q", table.chunks[1:2])
+    second = table.grant("e", "s1", "q", table.chunks[1:2])
     table.now_s += 5.5
     assert table.leases.expire() == 0
     table.now_s += 0.5
@@ -97,8 +101,8 @@ def test_a_lease_runs_out_when_its_time_is_up_and_not_before(table: Table) -> No
 
 
 def test_a_requests_new_lease_takes_the_place_of_its_old_one(table: Table) -> None:
-    old = table.leases.grant("e", "s1", "r", table.chunks[:3])
-    new = table.leases.grant("e", "s1", "r", table.chunks[:1])
+    old = table.grant("e", "s1", "r", table.chunks[:3])
+    new = table.grant("e", "s1", "r", table.chunks[:1])
     assert table.pins() == [1, 0, 0, 0]
     assert len(table.leases) == 1
     refused(table, "e", old.number)
@@ -106,9 +110,9 @@ def test_a_requests_new_lease_takes_the_place_of_its_old_one(table: Table) -> No
 
 
 def test_a_replaced_lease_does_not_expire_in_the_place_of_the_new_one(table: Table) -> None:
-    table.leases.grant("e", "s1", "r", table.chunks[:1])
+    table.grant("e", "s1", "r", table.chunks[:1])
     table.now_s += 9
-    new = table.leases.grant("e", "s1", "r", table.chunks[:1])
+    new = table.grant("e", "s1", "r", table.chunks[:1])
     table.now_s += 9
     assert table.leases.expire() == 0
     assert table.leases.get("e", new.number) == new
@@ -123,15 +127,15 @@ def test_chunks_stay_pinned_while_a_lease_on_them_is_replaced(table: Table) -> N
         unpin(chunks)
         lowest.append(min(chunk.pins for chunk in chunks))
 
-    table.leases.grant("e", "s1", "r", table.chunks)
+    table.grant("e", "s1", "r", table.chunks)
     table.index.unpin = observed  # type: ignore[method-assign,assignment]
-    table.leases.grant("e", "s1", "r", table.chunks)
+    table.grant("e", "s1", "r", table.chunks)
     assert lowest == [1]
 
 
 def test_requests_of_one_name_in_two_engines_are_two_requests(table: Table) -> None:
-    one = table.leases.grant("e", "s1", "r", table.chunks[:1])
-    two = table.leases.grant("f", "s2", "r", table.chunks[:1])
+    one = table.grant("e", "s1", "r", table.chunks[:1])
+    two = table.grant("f", "s2", "r", table.chunks[:1])
     assert table.pins() == [2, 0, 0, 0]
     table.leases.end_request("e", "r")
     refused(table, "e", one.number)
@@ -139,7 +143,7 @@ def test_requests_of_one_name_in_two_engines_are_two_requests(table: Table) -> N
 
 
 def test_another_engines_lease_is_as_good_as_none(table: Table) -> None:
-    lease = table.leases.grant("e", "s1", "r", table.chunks[:1])
+    lease = table.grant("e", "s1", "r", table.chunks[:1])
     refused(table, "f", lease.number)
     table.leases.end("f", lease.number)
     table.leases.end_request("f", "r")
@@ -148,8 +152,8 @@ def test_another_engines_lease_is_as_good_as_none(table: Table) -> None:
 
 
 def test_any_process_of_an_engine_may_use_the_engines_leases(table: Table) -> None:
-    lease = table.leases.grant("e", "s1", "r", table.chunks[:1])
-    again = table.leases.grant("e", "s2", "r", table.chunks[:1])
+    lease = table.grant("e", "s1", "r", table.chunks[:1])
+    again = table.grant("e", "s2", "r", table.chunks[:1])
     refused(table, "e", lease.number)
     table.leases.end_owner("s1")
     assert table.leases.get("e", again.number) == again
@@ -157,8 +161,8 @@ def test_any_process_of_an_engine_may_use_the_engines_leases(table: Table) -> No
 
 def test_the_leases_of_a_dead_owner_end_and_no_others(table: Table) -> None:
     for request in "abc":
-        table.leases.grant("e", "s1", request, table.chunks[:2])
-    kept = table.leases.grant("e", "s2", "d", table.chunks[1:])
+        table.grant("e", "s1", request, table.chunks[:2])
+    kept = table.grant("e", "s2", "d", table.chunks[1:])
     table.leases.end_owner("s1")
     assert len(table.leases) == 1
     assert table.leases.get("e", kept.number) == kept
@@ -168,7 +172,7 @@ def test_the_leases_of_a_dead_owner_end_and_no_others(table: Table) -> None:
 def test_a_lease_number_is_never_used_again(table: Table) -> None:
     numbers = set()
     for _ in range(5):
-        lease = table.leases.grant("e", "s1", "r", table.chunks[:1])
+        lease = table.grant("e", "s1", "r", table.chunks[:1])
         numbers.add(lease.number)
         table.leases.end("e", lease.number)
     assert len(numbers) == 5
@@ -202,7 +206,7 @@ def test_pins_are_always_those_of_the_live_leases(actions: list[tuple[str, ...]]
     for what, *values in actions:
         if what == "grant":
             owner, request, count = values
-            lease = table.leases.grant("e", owner, request, table.chunks[: int(count)])
+            lease = table.grant("e", owner, request, table.chunks[: int(count)])
             forget([n for n, known in live.items() if known[1] == request])
             live[lease.number] = (owner, request, int(count), table.now_s + TTL_S)
         elif what == "end":

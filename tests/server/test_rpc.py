@@ -12,6 +12,7 @@ from lamina.errors import SettingsError
 from lamina.server.rpc import handlers_of
 from lamina.server.service import Service
 from lamina.server.sessions import Session
+from lamina.server.turns import Turns
 
 COMPLETE = {n: method for n, method in vars(Service).items() if not n.startswith("_")}
 
@@ -68,6 +69,14 @@ class Right:
     def later(self, session: Session, request: protocol.Ping) -> Awaitable[protocol.Pong]:
         raise NotImplementedError
 
+    def in_turns(self, session: Session, request: protocol.Ping) -> Turns[protocol.Pong]:
+        raise NotImplementedError
+
+    def in_turns_and_later(
+        self, session: Session, request: protocol.Ping
+    ) -> Turns[Awaitable[protocol.Pong]]:
+        raise NotImplementedError
+
 
 def test_a_public_method_that_no_request_has_is_named() -> None:
     assert faults_of(service(pong=Right.at_once)) == ["handler 'pong' handles no request"]
@@ -93,6 +102,11 @@ class Wrong:
     ) -> Awaitable[protocol.Done]:
         raise NotImplementedError
 
+    def other_reply_in_turns(
+        self, session: Session, request: protocol.Ping
+    ) -> Turns[protocol.Done]:
+        raise NotImplementedError
+
     def no_session(self, request: protocol.Ping) -> protocol.Pong:
         return protocol.Pong(request.id)
 
@@ -115,8 +129,10 @@ def test_a_handler_with_the_wrong_types_is_named_with_the_right_ones(
     assert faults_of(service(ping=wrong)) == ["handler 'ping' is not (Session, Ping) -> Pong"]
 
 
-@pytest.mark.parametrize("right", [Right.at_once, Right.later])
-def test_a_handler_may_answer_at_once_or_later(right: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "right", [Right.at_once, Right.later, Right.in_turns, Right.in_turns_and_later]
+)
+def test_a_handler_may_answer_at_once_or_in_turns_or_later(right: Callable[..., Any]) -> None:
     assert handlers_of(service(ping=right))[protocol.Ping].__name__ == right.__name__
 
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from lamina import protocol
 from lamina.bench.soak_pages import chain
 from lamina.errors import ErrorCode
+from lamina.server.turns import at_once
 from tests.e2e.strangers import BLOCKS, SLOTS, Pages, Stranger
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
@@ -221,7 +222,7 @@ class Conversations(RuleBasedStateMachine):
         eventually(lambda: not any(self.server.gauges()[name] for name in left))
 
         def clear() -> float:
-            self.server.server.index.clear()
+            at_once(self.server.server.index.clear())
             return self.server.server.arena.free_bytes
 
         assert self.server.on_loop(clear) == self.server.server.arena.capacity_bytes

@@ -25,6 +25,7 @@ from lamina.client import MISS, Gate, Retrieve, Store
 from lamina.errors import DeviceError
 from lamina.server.retrieve import RetrieveTransfer
 from lamina.server.sessions import Session
+from lamina.server.turns import at_once
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
 from tests.support.wait import eventually
@@ -373,7 +374,7 @@ class World:
 
     def clear(self) -> None:
         """Forget all chunks that are not in use."""
-        self.server.on_loop(self.server.server.index.clear)
+        self.server.on_loop(lambda: at_once(self.server.server.index.clear()))
 
     def note_stored(self, save: Save) -> None:
         """A store's reply has come, or it was given up: then it may be stored all the same."""
@@ -465,7 +466,7 @@ class World:
     def _check_server(self) -> None:
         """On the event loop: pins and memory add up, and no chunk that can be found is wrong."""
         index, arena = self.server.server.index, self.server.server.arena
-        chunks = index._chunks.values()
+        chunks = [chunk for shard in index._shards for chunk in shard.values()]
         assert min((chunk.pins for chunk in chunks), default=0) >= 0
         assert index.pins >= sum(chunk.pins for chunk in chunks)
         assert arena.free_bytes == arena.capacity_bytes - sum(chunk.nbytes for chunk in chunks)

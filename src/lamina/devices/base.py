@@ -67,7 +67,7 @@ class EngineMemory(Protocol):
         """Where each region starts, in the addresses that `CopyStream.copy` takes."""
 
     def close(self) -> None:
-        """Give the memory back. No copy may be in flight."""
+        """Give the memory back; on the thread that opened it. No copy may be in flight."""
 
 
 class CopyStream(Protocol):
@@ -112,7 +112,10 @@ class ServerDevice(Protocol):
         """
 
     def open(self, peer: Peer, board: Board, regions: Sequence[Region]) -> EngineMemory:
-        """Open a worker's allocations. Raises `CopyDeniedError` or `DeviceError`."""
+        """Open a worker's allocations; on the thread that closes them too.
+
+        Raises `CopyDeniedError` or `DeviceError`.
+        """
 
     def stream(self, direction: Direction) -> CopyStream:
         """A stream; one lane has one."""

@@ -134,7 +134,7 @@ class CudaServerDevice:
         return CudaCopyStream(self, direction)
 
     def open_handle(self, handle: bytes) -> int:
-        """Map an allocation, or use the mapping that is there. On the event loop only."""
+        """Map an allocation, or use the mapping that is there. On one thread only."""
         pointer, users = self._opened.get(handle, (0, 0))
         if not users:
             pointer = driver.open_ipc(handle)

@@ -49,6 +49,11 @@ class FreeExtents:
             self._add(start + nbytes, start + size)
         return start
 
+    @property
+    def longest_bytes(self) -> int:
+        """The size of the longest free range."""
+        return self._by_size[-1][0] if self._by_size else 0
+
     def give(self, start: int, nbytes: int) -> None:
         """Free `[start, start + nbytes)`; it must not be free already."""
         end = start + nbytes
@@ -104,6 +109,10 @@ class Arena:
     def is_filled(self) -> bool:
         """Whether all of the arena can be handed out."""
         return self.ready_bytes == self.capacity_bytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` can be allocated."""
+        return self._extents.longest_bytes >= nbytes
 
     def allocate(self, nbytes: int) -> int | None:
         """The address of `nbytes` of filled memory, or None."""

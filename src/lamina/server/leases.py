@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.server.index import Chunk, Index
+from lamina.server.turns import CHUNKS_PER_TURN, KEYS_PER_TURN, Pace, Turns, at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,18 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases. `clock` gives seconds and never goes back."""
+    """All leases. `clock` gives seconds and never goes back; `later` gets what remains to be done
+    when an owner with many leases dies."""
 
-    def __init__(self, index: Index, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        index: Index,
+        ttl_s: float,
+        clock: Callable[[], float],
+        later: Callable[[Turns[None]], None] = at_once,
+    ) -> None:
         self._index = index
+        self._later = later
         self._ttl_s = ttl_s
         self._clock = clock
         self._leases: OrderedDict[int, Lease] = OrderedDict()  # in the order in which they run out
@@ -45,8 +54,7 @@ class LeaseTable:
         return len(self._of_owner.get(owner, ())), self._chunks_of_owner[owner]
 
     def grant(self, engine: str, owner: Hashable, request: str, chunks: list[Chunk]) -> Lease:
-        """Pin `chunks`; ends the lease that the same request had before."""
-        self._index.pin(chunks)
+        """Take over a pin of each of `chunks`; ends the lease that the same request had before."""
         self.end_request(engine, request)
         self._number += 1
         ends_at_s = self._clock() + self._ttl_s
@@ -79,20 +87,30 @@ class LeaseTable:
             self._drop(self._leases[number])
 
     def end_owner(self, owner: Hashable) -> None:
-        for lease in list(self._of_owner.get(owner, {}).values()):
-            self._drop(lease)
+        """The owner looks nothing up any more: end its leases, many of them in turns."""
+        if (own := self._of_owner.get(owner)) is not None:
+            self._later(self._end_all(list(own.values())))
 
     def expire(self) -> int:
-        """End the leases whose time is up; return how many."""
-        expired = 0
-        now = self._clock()
+        """End leases whose time is up, as many as one turn may; return how many, 0 in the end."""
+        expired, now, pace = 0, self._clock(), Pace()
         while self._leases:
             lease = next(iter(self._leases.values()))
             if lease.ends_at_s > now:
                 break
             self._drop(lease)
             expired += 1
+            if pace.is_spent(_steps(lease)):
+                break
         return expired
+
+    def _end_all(self, leases: list[Lease]) -> Turns[None]:
+        pace = Pace()
+        for lease in leases:
+            if lease.number in self._leases:  # not ended in another way since
+                self._drop(lease)
+            if pace.is_spent(_steps(lease)):
+                yield None
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.number]
@@ -103,3 +121,8 @@ class LeaseTable:
         if not own:
             del self._of_owner[lease.owner], self._chunks_of_owner[lease.owner]
         self._index.unpin(lease.chunks)
+
+
+def _steps(lease: Lease) -> int:
+    """What dropping it costs; of a long run, all but the first part is unpinned later on."""
+    return 1 + len(lease.chunks) * CHUNKS_PER_TURN // KEYS_PER_TURN

@@ -7,18 +7,21 @@ and refused as busy where somebody waits (retrieves).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lamina import protocol
-from lamina.errors import ErrorCode, RequestRefusedError
-from lamina.geometry import BlockIds
+from lamina.errors import ErrorCode, GeometryError, RequestRefusedError
+from lamina.geometry import BlockIds, Geometry
 from lamina.keys import KEY_BYTES
 from lamina.server.sessions import Session
+from lamina.server.turns import Turns, each_part
 
 MAX_KEYS = 1 << 16
 """Of one request: 16 million tokens with the default chunk."""
 MAX_NAME_CHARS = 1024
 """Of a request's name, which users may choose."""
 MAX_REGIONS = 1024
-"""Allocations that a worker registers; opening one takes a few microseconds."""
+"""Allocations that a worker registers."""
 MAX_DESCRIPTION_BYTES = 4096
 """Of a worker, for its engine's other processes: those of all sessions fit into one frame."""
 MAX_LEASES = 8192
@@ -57,16 +60,24 @@ def check_name(name: str) -> None:
         raise refuse(f"the name of a request has {len(name)} characters", "Use a shorter one")
 
 
-def check_keys(keys: tuple[bytes, ...]) -> None:
+def check_keys(keys: tuple[bytes, ...]) -> Turns[None]:
     """The keys of consecutive chunks."""
-    if not keys or any(len(key) != KEY_BYTES for key in keys):
+    if len(keys) > MAX_KEYS:
+        raise refuse(f"a request has {len(keys)} keys; {MAX_KEYS} are allowed", "Send the first")
+    lengths: set[int] = set()
+    distinct: set[bytes] = set()
+
+    def look_at(part: Sequence[bytes]) -> None:
+        lengths.update(map(len, part))
+        distinct.update(part)
+
+    yield from each_part(keys, look_at)
+    if lengths != {KEY_BYTES}:
         raise refuse(
             f"a request needs at least one key, each of {KEY_BYTES} bytes",
             "Compute keys with lamina.keys",
         )
-    if len(keys) > MAX_KEYS:
-        raise refuse(f"a request has {len(keys)} keys; {MAX_KEYS} are allowed", "Send the first")
-    if len(set(keys)) != len(keys):
+    if len(distinct) != len(keys):
         raise refuse("a key is named twice", "Send the keys of one prompt, in order")
 
 
@@ -76,6 +87,20 @@ def check_regions(request: protocol.Register) -> None:
         raise refuse(
             f"the KV lies in {len(request.regions)} regions; {MAX_REGIONS} are allowed",
             "Export whole allocations",
+        )
+
+
+def check_chunk(geometry: Geometry, chunk_tokens: int, arena_bytes: int) -> None:
+    """Whether an engine's chunks are those of a server; raises `GeometryError`."""
+    if geometry.chunk_tokens != chunk_tokens:
+        raise GeometryError(
+            f"the engine's chunks have {geometry.chunk_tokens} tokens, the server's {chunk_tokens}",
+            "Set both to the same --chunk-tokens",
+        )
+    if geometry.chunk_bytes > arena_bytes:
+        raise GeometryError(
+            f"one chunk takes {geometry.chunk_bytes} bytes, but the arena has {arena_bytes}",
+            f"Start the server with an --arena of several times {geometry.chunk_bytes} bytes",
         )
 
 

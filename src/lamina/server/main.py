@@ -25,11 +25,13 @@ from lamina.server.lane import Lanes
 from lamina.server.leases import LeaseTable
 from lamina.server.limits import TRANSFER_TTL_S, StoreBudget
 from lamina.server.listener import MAX_SESSIONS, Listener
+from lamina.server.mappings import Memories
 from lamina.server.memory import arena_bytes, memory_limits
 from lamina.server.rpc import Connection, handlers_of
 from lamina.server.service import Service
 from lamina.server.sessions import Session, Sessions
 from lamina.server.status import StatusServer, status_app
+from lamina.server.turns import Chores
 from lamina.settings import ServerSettings, parse_address
 
 log = logging.getLogger(__name__)
@@ -57,9 +59,11 @@ class Server:
         self.settings = settings
         self.counters = Counters()
         self.arena = Arena(arena_bytes(settings.arena_bytes, memory_limits()))
-        self.index = Index(self.arena)
-        self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock)
+        self._chores = Chores()
+        self.index = Index(self.arena, self._chores.add)
+        self.leases = LeaseTable(self.index, settings.lease_ttl_s, clock, self._chores.add)
         self.lanes = Lanes(devices or _all_devices(settings))
+        self._memories = Memories()
         self.sessions = Sessions()
         self.budget = StoreBudget(self.arena.capacity_bytes)
         self._clock = clock
@@ -69,6 +73,8 @@ class Server:
             self.leases,
             self.lanes,
             self.sessions,
+            self._memories,
+            self._chores,
             self.counters,
             settings.chunk_tokens,
             settings.lease_ttl_s,
@@ -129,6 +135,7 @@ class Server:
                 ),
                 asyncio.create_task(self.sessions.beat()),
                 asyncio.create_task(self._end_overdue()),
+                asyncio.create_task(self._chores.run()),
             ]
             stack.push_async_callback(_end_tasks, tasks)
             stack.callback(self._listener.close)
@@ -137,6 +144,7 @@ class Server:
             await stop.wait()
             log.info("stopping")
             await self._drain()
+            await self._memories.stop()
         self.lanes.stop()
 
     def stop(self) -> None:
@@ -172,7 +180,9 @@ class Server:
     async def _end_overdue(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.settings.lease_ttl_s / 4))
-            self.counters.leases_expired += self.leases.expire()
+            while expired := self.leases.expire():
+                self.counters.leases_expired += expired
+                await asyncio.sleep(0)
             overdue = self.sessions.cancel_overdue(self._clock() - TRANSFER_TTL_S)
             self.counters.overdue_transfers += overdue
 
@@ -199,7 +209,7 @@ class Server:
     async def _drain(self) -> None:
         """Let transfers in flight end, so that each gets its reply; then close every connection."""
         deadline = time.monotonic() + STOP_GRACE_S
-        while any(session.transfers for session in self.sessions):
+        while any(session.transfers or session.in_hand for session in self.sessions):
             if time.monotonic() > deadline:
                 for session in self.sessions:
                     session.cancel(lambda _: True, TransferStatus.STOPPED)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lamina.board import Board, TransferStatus
 from lamina.copies import CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
-from lamina.errors import DeviceError
+from lamina.errors import DeviceError, RequestRefusedError
 from lamina.geometry import Slice
+from lamina.server.index import Chunk, Index
+from lamina.server.limits import refuse
 from lamina.server.transfer import Transfer
+from lamina.server.turns import Turns, each_part
 
 
 class Landed(NamedTuple):
@@ -76,6 +80,30 @@ class RetrieveTransfer(Transfer):
             self.board.fail(self._slot, status, self._base + len(self._slices))
         total_us = _us_since(self._started_s)
         self._ended(Landed(status, self._nbytes, self._first_slice_us, total_us, error))
+
+
+def pin_for_retrieve(index: Index, chunks: Sequence[Chunk], layout: bytes) -> Turns[array[int]]:
+    """Pin leased chunks once more; return their addresses.
+
+    Raises `RequestRefusedError`, with nothing pinned, when one has another layout.
+    """
+    addresses = array("q")
+
+    def pin(part: Sequence[Chunk]) -> None:
+        if any(chunk.layout != layout for chunk in part):
+            raise refuse(
+                "the leased chunks were stored with another geometry",
+                "Make the geometry part of the namespace of the keys",
+            )
+        index.pin(part)
+        addresses.extend([chunk.address for chunk in part])
+
+    try:
+        yield from each_part(chunks, pin)
+    except RequestRefusedError:
+        index.unpin(chunks[: len(addresses)])
+        raise
+    return addresses
 
 
 def _us_since(reading_s: float) -> int:

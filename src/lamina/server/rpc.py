@@ -1,4 +1,9 @@
-"""The wire's server end after the greeting: frames in, replies out, no request unanswered."""
+"""The wire's server end after the greeting: frames in, replies out, no request unanswered.
+
+A connection's requests are taken up in the order in which they came, one after another: the next
+one not before the handler of the last has returned, however many turns that took. Replies come as
+transfers end.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,19 @@ import collections.abc
 import logging
 import re
 import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from lamina import protocol
 from lamina.errors import ErrorCode, LaminaError, RequestRefusedError, SettingsError
 from lamina.server.sessions import Session
+from lamina.server.turns import Turns
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Session, Any], "protocol.Reply | Awaitable[protocol.Reply]"]
+Answer = protocol.Reply | Awaitable[protocol.Reply]
+"""A reply, or one that comes later."""
+Handler = Callable[[Session, Any], Answer | Turns[Answer]]
 
 
 REQUESTS_PER_TURN = 16
@@ -49,6 +57,8 @@ def handlers_of(service: object) -> dict[type[protocol.Message], Handler]:
         handlers[request] = getattr(service, name)
         hints = typing.get_type_hints(getattr(service, name))
         reply = hints.pop("return", None)
+        if typing.get_origin(reply) is collections.abc.Generator:  # handled in turns
+            reply = typing.get_args(reply)[2]
         if typing.get_origin(reply) is collections.abc.Awaitable:  # answered later
             (reply,) = typing.get_args(reply)
         if list(hints.values()) != [Session, request] or reply is not protocol.REPLY_OF[request]:
@@ -92,6 +102,8 @@ class Connection(asyncio.Protocol):
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_read = True  # whether the client reads its replies
         self._is_turn_due = False
+        self._in_hand: tuple[int, Turns[Answer]] | None = None
+        self._is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -101,7 +113,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         asyncio.get_running_loop().remove_reader(self._session.peer.pidfd)
-        self._lost(self._session)
+        self._is_lost = True
+        if self._in_hand is None:
+            self._lost(self._session)
 
     def pause_writing(self) -> None:
         self._is_read = False  # take no more requests
@@ -140,9 +154,13 @@ class Connection(asyncio.Protocol):
         self._transport.pause_reading()
 
     def _is_held_up(self) -> bool:
-        """Whether no request is handled until replies are read, or transfers end, or ever."""
+        """Whether no request is handled until the one in hand is, or replies are read, or
+        transfers end, or ever."""
         return (
-            not self._is_read or len(self._tasks) >= MAX_UNANSWERED or self._transport.is_closing()
+            self._in_hand is not None
+            or not self._is_read
+            or len(self._tasks) >= MAX_UNANSWERED
+            or self._transport.is_closing()
         )
 
     def _dispatch(self, request: protocol.Request) -> None:
@@ -154,10 +172,47 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             self._explain(request.id, error)
             return
-        if isinstance(result, protocol.Message):
-            self._reply(result)
+        if isinstance(result, Generator):
+            self._in_hand = request.id, result
+            self._session.in_hand = not self._handle_a_part()
         else:
-            task = asyncio.ensure_future(self._answer_later(request.id, result))
+            self._answer(request.id, result)
+
+    def _handle_a_part(self) -> bool:
+        """Go on with the request in hand; whether that was its last part."""
+        assert self._in_hand is not None
+        number, work = self._in_hand
+        try:
+            waits_for = next(work)
+        except StopIteration as end:
+            self._in_hand = None
+            self._answer(number, end.value)
+        except Exception as error:
+            self._in_hand = None
+            self._explain(number, error)
+        else:
+            if waits_for is None:
+                asyncio.get_running_loop().call_soon(self._go_on)
+            else:
+                waits_for.add_done_callback(self._go_on)
+        return self._in_hand is None
+
+    def _go_on(self, _: object = None) -> None:
+        """A turn of the request in hand, to its end even if nobody waits for its answer any more:
+        so nothing that it holds is left over."""
+        if not self._handle_a_part():
+            return
+        self._session.in_hand = False
+        if self._is_lost:
+            self._lost(self._session)
+        else:
+            self._ask_for_a_turn()
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        if isinstance(answer, protocol.Message):
+            self._reply(answer)
+        else:
+            task = asyncio.ensure_future(self._answer_later(number, answer))
             self._tasks.add(task)
             task.add_done_callback(self._answered)
 

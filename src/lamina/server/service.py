@@ -1,8 +1,8 @@
 """What the server does for each request: one method per message of the protocol.
 
-All run on the event loop and never block it. Retrieves and stores are answered when their lane has
-ended them; everything else at once. `rpc.handlers_of` checks the methods against the protocol, so
-everything else here is private.
+All run on the event loop and never block it: what grows with a request's keys is done in turns
+(`turns`). Retrieves and stores are answered when their lane has ended them; everything else at
+once. `rpc.handlers_of` checks the methods against the protocol, so everything else here is private.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -30,10 +31,20 @@ from lamina.server.counters import Counters
 from lamina.server.index import Chunk, Index
 from lamina.server.lane import Lane, Lanes
 from lamina.server.leases import LeaseTable
-from lamina.server.retrieve import Landed, RetrieveTransfer
+from lamina.server.mappings import Memories
+from lamina.server.retrieve import Landed, RetrieveTransfer, pin_for_retrieve
 from lamina.server.sessions import InFlight, Session, Sessions, Worker
-from lamina.server.store import Room, Saved, StoreTransfer, blocks_of_chunks, make_room
+from lamina.server.store import (
+    Room,
+    Saved,
+    StoreTransfer,
+    blocks_of_chunks,
+    end_room,
+    make_room,
+    no_room,
+)
 from lamina.server.transfer import Transfer
+from lamina.server.turns import Chores, Turns, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +60,8 @@ class Service:
         leases: LeaseTable,
         lanes: Lanes,
         sessions: Sessions,
+        memories: Memories,
+        chores: Chores,
         counters: Counters,
         chunk_tokens: int,
         lease_ttl_s: float,
@@ -61,6 +74,8 @@ class Service:
         self._leases = leases
         self._lanes = lanes
         self._sessions = sessions
+        self._memories = memories
+        self._chores = chores
         self._counters = counters
         self._chunk_tokens = chunk_tokens
         self._lease_ttl_s = lease_ttl_s
@@ -83,7 +98,7 @@ class Service:
             session.number,
         )
 
-    def register(self, session: Session, request: protocol.Register) -> protocol.Registered:
+    def register(self, session: Session, request: protocol.Register) -> Turns[protocol.Registered]:
         session.need_hello()
         if session.worker is not None:
             raise RequestRefusedError(
@@ -95,7 +110,7 @@ class Service:
         limits.check_description(request.description)
         geometry = request.geometry
         try:
-            self._check_chunk(geometry.chunk_tokens, geometry.chunk_bytes)
+            limits.check_chunk(geometry, self._chunk_tokens, self._arena_bytes)
             request.page_map.check(geometry, [region.nbytes for region in request.regions])
         except GeometryError as error:
             raise RequestRefusedError(ErrorCode.BAD_GEOMETRY, error.cause, error.remedy) from error
@@ -105,15 +120,23 @@ class Service:
                 f"It has {', '.join(self._lanes.devices)}",
             )
         lanes = self._lanes.of(request.device)  # may fail, and nothing is opened yet
+        device = self._lanes.devices[request.device]
         try:
-            memory = self._lanes.devices[request.device].open(
-                session.peer, session.board, request.regions
+            memory = yield from self._memories.open(
+                device, session.peer, session.board, request.regions
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
         nbytes = sum(region.nbytes for region in request.regions)
         worker = Worker(
-            geometry, request.page_map, memory, *lanes, request.description, request.device, nbytes
+            geometry,
+            request.page_map,
+            memory,
+            self._memories,
+            *lanes,
+            request.description,
+            request.device,
+            nbytes,
         )
         self._sessions.register(session, worker)
         return protocol.Registered(request.id)
@@ -122,11 +145,11 @@ class Service:
         workers = self._sessions.workers_of(session.need_hello())
         return protocol.WorkersKnown(request.id, tuple(w.description for w in workers))
 
-    def lookup(self, session: Session, request: protocol.Lookup) -> protocol.Found:
+    def lookup(self, session: Session, request: protocol.Lookup) -> Turns[protocol.Found]:
         engine = session.need_hello()
         limits.check_name(request.request)
-        limits.check_keys(request.keys)
-        chunks = self._index.find(request.keys)
+        yield from limits.check_keys(request.keys)
+        chunks = yield from self._index.find_and_pin(request.keys)
         self._counters.lookups += 1
         self._counters.lookup_chunks += len(request.keys)
         self._counters.hit_chunks += len(chunks)
@@ -134,6 +157,7 @@ class Service:
         leases, leased = self._leases.held_by(session)
         if leases >= limits.MAX_LEASES or leased + len(chunks) > limits.MAX_LEASED_CHUNKS:
             self._counters.leases_refused += bool(chunks)
+            self._index.unpin(chunks)
             chunks = []
         if not chunks:
             return protocol.Found(request.id, 0, 0)
@@ -142,26 +166,38 @@ class Service:
 
     def retrieve(
         self, session: Session, request: protocol.Retrieve
-    ) -> Awaitable[protocol.Retrieved]:
+    ) -> Turns[Awaitable[protocol.Retrieved]]:
         try:
-            return self._retrieve(session, request)
+            return (yield from self._retrieve(session, request))
         except Exception:  # refused: nobody comes back for the lease
             self._leases.end(session.engine, request.lease)
             raise
 
     def _retrieve(
         self, session: Session, request: protocol.Retrieve
-    ) -> Awaitable[protocol.Retrieved]:
+    ) -> Turns[Awaitable[protocol.Retrieved]]:
         worker = session.need_worker()
-        lease = self._leases.get(session.need_hello(), request.lease)
-        geometry, chunks = worker.geometry, lease.chunks
-        if {chunk.layout for chunk in chunks} != {geometry.digest}:
-            raise limits.refuse(
-                "the leased chunks were stored with another geometry",
-                "Make the geometry part of the namespace of the keys",
-            )
+        chunks = self._leases.get(session.need_hello(), request.lease).chunks
+        addresses = yield from pin_for_retrieve(self._index, chunks, worker.geometry.digest)
+        try:
+            landed = self._begin_retrieve(session, worker, request, addresses)
+        except Exception:
+            self._index.unpin(chunks)
+            raise
+        return self._retrieved(session, request, chunks, landed)
+
+    def _begin_retrieve(
+        self,
+        session: Session,
+        worker: Worker,
+        request: protocol.Retrieve,
+        addresses: array[int],
+    ) -> Awaitable[Landed]:
+        """Of chunks at `addresses`, which are pinned for it."""
+        lease = self._leases.get(session.engine, request.lease)  # it may have ended meanwhile
+        geometry = worker.geometry
         block_ids = limits.unpack(request.block_ids)
-        covered = len(chunks) * geometry.chunk_tokens
+        covered = len(addresses) * geometry.chunk_tokens
         check_block_ids(geometry, worker.page_map, request.start_tokens, covered, block_ids)
         slices = geometry.slices(request.layers_per_slice)
         limits.check_slot(session, request)
@@ -172,7 +208,7 @@ class Service:
             geometry,
             worker.page_map,
             worker.memory.addresses,
-            [chunk.address for chunk in chunks],
+            addresses,
             request.start_tokens,
             block_ids,
         )
@@ -186,8 +222,7 @@ class Service:
             request.slot,
             request.base,
         )
-        self._index.pin(chunks)
-        landed = self._begin(
+        return self._begin(
             session,
             request.id,
             worker.loads,
@@ -196,7 +231,6 @@ class Service:
             slot=request.slot,
             blocks=blocks,
         )
-        return self._retrieved(session, request, chunks, landed)
 
     async def _retrieved(
         self,
@@ -217,9 +251,9 @@ class Service:
         self._counters.retrieve_us += total_us
         return protocol.Retrieved(request.id, status, nbytes, first_slice_us, total_us)
 
-    def store(self, session: Session, request: protocol.Store) -> Awaitable[protocol.Stored]:
+    def store(self, session: Session, request: protocol.Store) -> Turns[Awaitable[protocol.Stored]]:
         worker = session.need_worker()
-        limits.check_keys(request.keys)
+        yield from limits.check_keys(request.keys)
         geometry = worker.geometry
         block_ids = limits.unpack(request.block_ids)
         covered = len(request.keys) * geometry.chunk_tokens
@@ -230,16 +264,21 @@ class Service:
                 "Store full chunks",
             )
         limits.check_number(session, request.id)
-        room = Room([], [])
-        if most_chunks := self._budget.chunks_for(session, geometry.chunk_bytes):
-            room = make_room(self._index, geometry, request.parent, request.keys, most_chunks)
-        numbers = [number for number, _ in room.reserved]
-        chosen = blocks_of_chunks(geometry, block_ids, numbers)
+        room, chunk_bytes = no_room(), geometry.chunk_bytes
+        most_chunks = min(self._budget.chunks_for(session, chunk_bytes), len(request.keys))
+        self._budget.reserved_bytes += most_chunks * chunk_bytes  # others reserve between our turns
+        if most_chunks:
+            room = yield from make_room(
+                self._index, geometry, request.parent, request.keys, most_chunks
+            )
+        nbytes = len(room.reserved) * chunk_bytes
+        self._budget.reserved_bytes += nbytes - most_chunks * chunk_bytes
+        chosen = blocks_of_chunks(geometry, block_ids, room.numbers)
         plan = CopyPlan(
             geometry,
             worker.page_map,
             worker.memory.addresses,
-            [chunk.address for _, chunk in room.reserved],
+            room.addresses,
             0,
             chosen,
         )
@@ -252,17 +291,16 @@ class Service:
             len(geometry.layers),
         )
         saved = None
-        if numbers:
-            nbytes = sum(chunk.nbytes for _, chunk in room.reserved)
-            self._budget.reserved_bytes += nbytes
+        if room.reserved:
             saved = self._begin(session, request.id, worker.stores, make, reserved_bytes=nbytes)
-        return self._stored(session, request, room, saved)
+        return self._stored(session, request, room, nbytes, saved)
 
     async def _stored(
         self,
         session: Session,
         request: protocol.Store,
         room: Room,
+        nbytes: int,
         saved: Awaitable[Saved] | None,
     ) -> protocol.Stored:
         status, is_void = TransferStatus.OK, False
@@ -272,26 +310,20 @@ class Service:
             # After the copies, or their bytes would prove nothing; before a session that has ended
             # closes the board, on which an engine that lost the connection still writes.
             is_void = session.board.is_void(request.ticket)
-            session.finish(request.id)
         if is_void:
             status = TransferStatus.CANCELLED
-        reserved = [chunk for _, chunk in room.reserved]
-        self._budget.reserved_bytes -= sum(chunk.nbytes for chunk in reserved)
-        if status:
-            for chunk in reversed(reserved):
-                self._index.discard(chunk)
-            reserved = []
-        for chunk in reserved:
-            self._index.commit(chunk)
-        self._index.unpin(room.held)
-        present = sum(chunk.key != request.parent for chunk in room.held)
-        stored = len(reserved)
+        await in_turns(end_room(self._index, room, is_whole=not status))
+        self._budget.reserved_bytes -= nbytes
+        if saved is not None:
+            session.finish(request.id)  # a server that stops waits for this
+        present = len(room.held) - bool(room.held and request.parent)
+        stored = 0 if status else len(room.reserved)
         dropped = len(request.keys) - present - stored
         self._counters.stores += 1
         self._counters.stores_failed += bool(status) and not is_void
         self._counters.stores_void += is_void
         self._counters.stored_chunks += stored
-        self._counters.stored_bytes += sum(chunk.nbytes for chunk in reserved)
+        self._counters.stored_bytes += 0 if status else nbytes
         self._counters.present_chunks += present
         self._counters.dropped_chunks += dropped
         return protocol.Stored(request.id, status, stored, present, dropped)
@@ -346,9 +378,10 @@ class Service:
         refused = dict(self._counters.refused)
         return protocol.Stats(request.id, __version__, values, refused, engines)
 
-    def clear(self, session: Session, request: protocol.Clear) -> protocol.Cleared:
+    def clear(self, session: Session, request: protocol.Clear) -> Turns[protocol.Cleared]:
         session.need_hello()
-        return protocol.Cleared(request.id, self._index.clear())
+        yield from self._chores.backlog()  # pins that have ended keep nothing
+        return protocol.Cleared(request.id, (yield from self._index.clear()))
 
     def _begin(
         self,
@@ -373,19 +406,6 @@ class Service:
         )
         lane.submit(transfer)
         return result
-
-    def _check_chunk(self, chunk_tokens: int, chunk_bytes: int) -> None:
-        if chunk_tokens != self._chunk_tokens:
-            raise GeometryError(
-                f"the engine's chunks have {chunk_tokens} tokens, "
-                f"the server's {self._chunk_tokens}",
-                "Set both to the same --chunk-tokens",
-            )
-        if chunk_bytes > self._arena_bytes:
-            raise GeometryError(
-                f"one chunk takes {chunk_bytes} bytes, but the arena has {self._arena_bytes}",
-                f"Start the server with an --arena of several times {chunk_bytes} bytes",
-            )
 
 
 def _log_failure(kind: str, session: Session, error: DeviceError | None) -> None:

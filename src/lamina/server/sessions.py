@@ -1,8 +1,8 @@
 """Sessions: one per connection, with what the server holds for the process at its other end.
 
-A session ends when its socket closes or its process dies, whichever is seen first. Its leases end
-at once; its transfers are cancelled; its memory, board and pidfd are given back when the last
-transfer has ended, because a lane may be using them until then.
+A session ends when its socket closes or its process dies, whichever is seen first. Its leases end,
+in turns; its transfers are cancelled; its memory, on another thread, and then its board and pidfd
+are given back when the last transfer has ended, because a lane may be using them until then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.geometry import Geometry, PageMap
 from lamina.linux import Peer
 from lamina.server.lane import Lane
+from lamina.server.mappings import Memories
 from lamina.server.transfer import Transfer
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,13 @@ HEARTBEAT_EVERY_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a connection registered: its KV memory, the lanes of its device, and what it says of
-    itself to its engine's other processes."""
+    """What a connection registered: its KV memory and who closes that, the lanes of its device, and
+    what it says of itself to its engine's other processes."""
 
     geometry: Geometry
     page_map: PageMap
     memory: EngineMemory
+    memories: Memories
     loads: Lane
     stores: Lane
     description: bytes
@@ -85,6 +87,8 @@ class Session:
         self.engine = ""
         self.label = ""
         self.worker: Worker | None = None
+        self.in_hand = False
+        """Whether a request of it has been taken up and takes its turns."""
         self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
         self.in_flight = Held()
         self.number = 0
@@ -93,8 +97,9 @@ class Session:
         self.hang_up: Callable[[], None] = _not_connected
         """Closes the connection from this end."""
         self.over = asyncio.Event()
-        """Set once nothing of the session will touch memory any more."""
+        """Set once nothing of the session will touch memory any more, and its own is given back."""
         self._is_lost = False
+        self._is_closing = False
 
     def __str__(self) -> str:
         return f"{self.label or 'engine'} (pid {self.peer.pid})"
@@ -154,16 +159,24 @@ class Session:
         self._close_if_over()
 
     def _close_if_over(self) -> None:
-        if not self._is_lost or self.transfers or self.over.is_set():
+        if not self._is_lost or self.transfers or self._is_closing:
             return
-        self.over.set()
-        if self.worker is not None:
-            try:
-                self.worker.memory.close()
-            except Exception:  # whoever ends us has pins and a budget of ours to give back
-                log.exception("the memory of %s could not be given back", self)
+        self._is_closing = True
+        if self.worker is None:
+            self._give_back()
+        else:
+            closed = self.worker.memories.close(self.worker.memory)
+            closed.add_done_callback(self._memory_closed)
+
+    def _memory_closed(self, closed: asyncio.Future[None]) -> None:
+        if (error := closed.exception()) is not None:
+            log.error("the memory of %s could not be given back", self, exc_info=error)
+        self._give_back()
+
+    def _give_back(self) -> None:
         self.board.close()
         self.peer.close()
+        self.over.set()
 
 
 class Sessions:

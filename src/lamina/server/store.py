@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
+
+import numpy as np
 
 from lamina.board import Board, TransferStatus
 from lamina.copies import CopyPlan
@@ -13,6 +16,7 @@ from lamina.errors import DeviceError
 from lamina.geometry import BlockIds, Geometry
 from lamina.server.index import Chunk, Index
 from lamina.server.transfer import Transfer
+from lamina.server.turns import Pace, Turns, each_part
 
 
 class Saved(NamedTuple):
@@ -66,49 +70,83 @@ class StoreTransfer(Transfer):
 
 class Room(NamedTuple):
     """What a store found and got: chunks pinned because they are of its chain and present, and
-    chunks reserved for it with their position in its keys."""
+    chunks reserved for it, with their positions in its keys and their addresses."""
 
     held: list[Chunk]
-    reserved: list[tuple[int, Chunk]]
+    reserved: list[Chunk]
+    numbers: array[int]
+    addresses: array[int]
+
+
+def no_room() -> Room:
+    """Of a store that may reserve nothing."""
+    return Room([], [], array("q"), array("q"))
 
 
 def make_room(
     index: Index, geometry: Geometry, parent_key: bytes, keys: Sequence[bytes], most_chunks: int
-) -> Room:
+) -> Turns[Room]:
     """Reserve what is missing of a chain of chunks, as far as there is room, `most_chunks` at most.
 
     What is present is pinned meanwhile, so that making room for the tail cannot evict the head. A
-    chain whose parent is gone could never be found: nothing is reserved for it.
+    chain whose parent is gone could never be found: nothing is reserved for it. Between two turns
+    another store may reserve a later part of the same chain: that counts as present.
     """
-    room = Room([], [])
+    room = no_room()
     parent = index.get(parent_key) if parent_key else None
     if parent_key and parent is None:
         return room
     if parent is not None:
         index.pin([parent])
         room.held.append(parent)
+    pace = Pace()
     for number, key in enumerate(keys):
+        if pace.is_spent():
+            yield None
+        if index.get(key) is None and (
+            len(room.reserved) >= most_chunks
+            or not (yield from index.make_room(geometry.chunk_bytes, pace))
+        ):
+            break
         chunk = index.get(key)
         if chunk is not None:
             index.pin([chunk])
             room.held.append(chunk)
         else:
-            if len(room.reserved) >= most_chunks:
-                break
             chunk = index.reserve(key, parent, geometry.chunk_bytes, geometry.digest)
-            if chunk is None:
-                break
-            room.reserved.append((number, chunk))
+            assert chunk is not None, "no turn since there was room"
+            room.reserved.append(chunk)
+            room.numbers.append(number)
+            room.addresses.append(chunk.address)
         parent = chunk
     return room
 
 
+def end_room(index: Index, room: Room, is_whole: bool) -> Turns[None]:
+    """Make what was reserved findable, from its head; or forget it, from its tail."""
+
+    def commit(part: Sequence[Chunk]) -> None:
+        for chunk in part:
+            index.commit(chunk)
+
+    def discard(part: Sequence[Chunk]) -> None:
+        for chunk in part:
+            index.discard(chunk)
+
+    if is_whole:
+        yield from each_part(room.reserved, commit, are_chunks=True)
+    else:
+        yield from each_part(room.reserved[::-1], discard, are_chunks=True)
+    index.unpin(room.held)
+
+
 def blocks_of_chunks(
-    geometry: Geometry, block_ids: Sequence[BlockIds], numbers: Sequence[int]
+    geometry: Geometry, block_ids: Sequence[BlockIds], numbers: array[int]
 ) -> list[BlockIds]:
     """The blocks of some chunks of a run of full chunks, one array a group."""
+    rows = np.asarray(numbers)
     chosen = []
     for group, ids in enumerate(block_ids):
         by_chunk = ids.reshape(-1, geometry.blocks_per_chunk(group))
-        chosen.append(by_chunk[list(numbers)].reshape(-1))
+        chosen.append(by_chunk[rows].reshape(-1))
     return chosen
