@@ -129,10 +129,12 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        """The worker's side."""
+        """The worker's side, of whichever of a MultiConnector's is ours."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()
+        group = get_kv_transfer_group()
+        ours = [c for c in getattr(group, "_connectors", [group]) if hasattr(c, "_worker")]
+        return ours[0]
 
     # Requests
 
@@ -236,15 +238,24 @@ class Engine:
     # Memory
 
     def forget(self, connector_too: bool = False) -> None:
-        """Empty vLLM's prefix cache and poison every free page. No request may be running.
+        """Empty vLLM's prefix cache and poison every free page. No request may be running. The
+        weights are looked at, for which the next request would wait a step.
 
         With `connector_too` as after a change of weights: nothing stored so far may be hit again.
         """
         done = self._llm.reset_prefix_cache(reset_connector=connector_too)
         assert done, "blocks are still held"
         self.poison_free()
+        self.look_at_weights()
         self.preempted.clear()
         self.blocks_of.clear()
+
+    def look_at_weights(self) -> None:
+        """Find out the epoch after a reset, as the worker's side does when a request asks."""
+        epochs = self.side._identity.epochs
+        if epochs.current is None:
+            epochs.looked(epochs.resets, [self.worker._worker._weights.change()])
+            self.side.find_identity()
 
     def poison_free(self) -> None:
         """Fill the pages of all free blocks with garbage."""
@@ -275,11 +286,7 @@ class Engine:
         return lambda: self.pool.free_blocks(taken)
 
     def keys_of(self, prompt: Sequence[int]) -> list[bytes]:
-        """The keys of a prompt's full chunks; after a reset too, before a request has asked."""
-        epochs = self.side._identity.epochs
-        if epochs.current is None:
-            epochs.looked(epochs.resets, [self.worker._worker._weights.change()])
-            self.side.find_identity()
+        """The keys of a prompt's full chunks."""
         return KeyChain(self.side._namespace, CHUNK_TOKENS).extend(prompt, {})
 
     # Ends
