@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import Progress
 
 from lamina import __version__, protocol
@@ -48,7 +47,6 @@ app = typer.Typer(
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer names no other of click's
 _DEFAULT_SOCKET = default_socket()
 _DEFAULT_ARENA = ArenaSize(4 * 2**30)
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app.add_typer(bench_app, name="bench")
 SocketOption = Annotated[
@@ -134,11 +132,16 @@ def serve(
     log_level: Annotated[
         str, typer.Option(envvar="LAMINA_LOG_LEVEL", help="debug, info, warning or error.")
     ] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log a JSON object a line.")] = False,
+    log_file: Annotated[
+        Path | None, typer.Option(help="Log to this file, reopened on SIGHUP; default: stderr.")
+    ] = None,
 ) -> None:
-    """Serve the engines of this host until SIGTERM or Ctrl-C."""
+    """Serve the engines of this host until SIGTERM or Ctrl-C; a second one ends it at once."""
+    from lamina.server.counters import Counters
+    from lamina.server.logs import server_log
     from lamina.server.main import Server
 
-    _log_to_stderr(log_level)
     settings = ServerSettings(
         socket=socket,
         allow_uids=tuple(allow_uid or ()),
@@ -149,9 +152,11 @@ def serve(
         http=http,
     )
     sys.setswitchinterval(_THREAD_SWITCH_S)
-    server = Server(settings)
-    gc.freeze()  # what is there stays: no later collection, a pause of 20 ms, needs to look at it
-    asyncio.run(server.run())
+    counters = Counters()
+    with server_log(log_level, log_file, log_json, counters) as log:
+        server = Server(settings, counters=counters, reopen_log=log.reopen)
+        gc.freeze()  # what is there stays: later collections, pauses of 20 ms, pass it over
+        asyncio.run(server.run())
 
 
 @app.command()
@@ -174,6 +179,15 @@ def clear(socket: SocketOption = _DEFAULT_SOCKET) -> None:
     cleared = _ask(socket, protocol.Clear)
     assert isinstance(cleared, protocol.Cleared)
     typer.echo(f"forgot {cleared.chunks} chunks")
+
+
+@app.command()
+def log_level(
+    level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
+    socket: SocketOption = _DEFAULT_SOCKET,
+) -> None:
+    """Change what a running server logs, until it ends."""
+    _ask(socket, lambda number: protocol.SetLogLevel(number, level))
 
 
 @app.command()
@@ -227,24 +241,14 @@ def demo(
         raise typer.Exit(1)
 
 
-def _ask(socket: Path, request: type[protocol.Message]) -> protocol.Reply:
-    """Send one request without fields and return its reply."""
+def _ask(socket: Path, request: Callable[[int], protocol.Message]) -> protocol.Reply:
+    """Send one request, made with its id, and return its reply."""
     client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "lamina command line")
     try:
         client.connect()
         return client.ask(request)
     finally:
         client.close()
-
-
-def _log_to_stderr(level: str) -> None:
-    if level.upper() not in _LOG_LEVELS:
-        raise SettingsError(f"there is no log level {level!r}", f"Use {', '.join(_LOG_LEVELS)}")
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )
 
 
 def main() -> None:

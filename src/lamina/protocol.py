@@ -31,6 +31,8 @@ PREFACE_BYTES = _PREFACE.size
 FRAME_HEADER_BYTES = _FRAME.size
 MAX_FRAME_BYTES = 8 << 20
 """Bounds what a peer can make the other side allocate; a retrieve of 2 GiB takes 128 KiB."""
+MAX_LABEL_CHARS = 256
+"""Of what is for people only: an engine's label, its model's name."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -39,10 +41,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Hello(Message, frozen=True):
     """Opens a connection. `engine` is a random name shared by one engine's connections; it is the
-    engine's identity and kept secret. `label` is for people."""
+    engine's identity and kept secret. `label` and `model`, its model's name, are for people."""
 
     engine: str
     label: str
+    model: str = ""
 
 
 class Welcome(Message, frozen=True):
@@ -239,6 +242,12 @@ class Cleared(Message, frozen=True):
     chunks: int
 
 
+class SetLogLevel(Message, frozen=True):
+    """Changes what the server logs from now on: `level` is DEBUG, INFO, WARNING or ERROR."""
+
+    level: str
+
+
 class ErrorReply(Message, frozen=True):
     """The request failed: why, and what to do about it. Its layout never changes."""
 
@@ -249,7 +258,7 @@ class ErrorReply(Message, frozen=True):
 
 Request: TypeAlias = (
     Hello | Register | Workers | Lookup | Retrieve | Store | Cancel | EndLease | EndRequest | Ping
-    | GetStats | Clear | EndSession
+    | GetStats | Clear | EndSession | SetLogLevel
 )  # fmt: skip
 Reply: TypeAlias = (
     Welcome | Registered | WorkersKnown | Found | Retrieved | Stored | Cancelled | Done | Pong
@@ -270,6 +279,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Ping: Pong,
     GetStats: Stats,
     Clear: Cleared,
+    SetLogLevel: Done,
 }
 
 _encoder = msgspec.msgpack.Encoder()

@@ -205,6 +205,7 @@ def test_commands_without_a_server_say_how_to_start_one(
         (["--http", "no.such.host.invalid:80"], ["no.such.host.invalid", "--http"]),
         (["--arenas", "1MiB"], ["No such option: --arenas", "--arena"]),
         (["--log-level", "loud"], ["'loud'", "INFO"]),
+        (["--log-file", "/no/such/place"], ["/no/such/place cannot be opened", "--log-file"]),
     ],
     ids=lambda value: " ".join(value[:2]),
 )

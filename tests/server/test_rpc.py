@@ -51,6 +51,7 @@ def test_the_service_has_a_handler_for_every_request() -> None:
         "GetStats": "get_stats",
         "Clear": "clear",
         "EndSession": "end_session",
+        "SetLogLevel": "set_log_level",
     }
 
 

@@ -81,14 +81,16 @@ class ServerThread:
 
 
 class ServerProcess:
-    """`lamina serve` as a user runs it. What it says goes to a file: no pipe of it can be full."""
+    """`lamina serve` as a user runs it. What it says goes to a file, or to `stderr`."""
 
-    def __init__(self, path: Path, *options: str) -> None:
+    def __init__(self, path: Path, *options: str, stderr: int | None = None) -> None:
         self.socket = path
         command = [sys.executable, "-m", "lamina.cli", "serve", "--socket", str(path), *options]
         with tempfile.TemporaryFile() as log:
             self._log = os.dup(log.fileno())
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
+            self.process = subprocess.Popen(
+                command, stderr=log if stderr is None else stderr, stdout=log
+            )
 
     @property
     def said(self) -> str:

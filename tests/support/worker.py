@@ -44,6 +44,7 @@ class PageWorker:
         engine: str | None = None,
         description: bytes = b"",
         device: HostWorkerDevice | None = None,
+        model: str = "",
         **settings: Any,
     ) -> None:
         self.geometry = geometry or small_geometry()
@@ -59,6 +60,7 @@ class PageWorker:
             "worker",
             engine,
             clock,
+            model,
         )
         page_map = PageMap(
             (blocks,),

@@ -36,11 +36,14 @@ from lamina.geometry import BlockIds
 
 class Client(Links):
     """See the module. `engine` names the engine this client belongs to; all its processes share
-    it. `clock` in seconds, monotonic, is what deadlines are counted by. Raises `UsageError` for
+    it. `label` and `model`, at most 256 printable characters each, are what people read of it in
+    logs. `clock` in seconds, monotonic, is what deadlines are counted by. Raises `UsageError` for
     names that are no text."""
 
-    def ask(self, request: type[protocol.Message]) -> protocol.Reply:
-        """Send a request without fields and wait for its reply, as a command line does.
+    def ask(
+        self, request: Callable[[int], protocol.Message], timeout_s: float | None = None
+    ) -> protocol.Reply:
+        """Send a request and wait for its reply, up to `timeout_s` or `connect_timeout_ms`.
 
         Raises `RequestRefusedError` or `ServerUnavailableError`.
         """
@@ -48,7 +51,7 @@ class Client(Links):
         replies: list[protocol.Reply | None] = []
         if self._link is not None and self._link.is_open:
             self._link.connection.call(request, replies.append)
-            until_s = time.monotonic() + self.settings.connect_timeout_ms / 1000
+            until_s = time.monotonic() + (timeout_s or self.settings.connect_timeout_ms / 1000)
             while not replies and (left_s := until_s - time.monotonic()) > 0:
                 self._link.connection.wait(left_s)
         reply = replies[0] if replies else None

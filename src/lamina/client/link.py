@@ -53,6 +53,7 @@ class Link:
         device: WorkerDevice,
         engine: str,
         label: str,
+        model: str,
         memory: Memory | None,
         notices: Notices,
     ) -> None:
@@ -77,7 +78,7 @@ class Link:
         self._asked: Connection | None = None
         self._ask_again_s = 0.0
         self._hello_ns = time.monotonic_ns()
-        self.connection.call(lambda n: protocol.Hello(n, engine, label), self._welcomed)
+        self.connection.call(lambda n: protocol.Hello(n, engine, label, model), self._welcomed)
 
     @property
     def is_open(self) -> bool:

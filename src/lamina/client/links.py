@@ -48,12 +48,15 @@ class Links:
         label: str,
         engine: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        model: str = "",
     ) -> None:
         check_name("the engine's label", label)
+        check_name("the model's name", model)
         check_name("the engine's name", engine or "")
         self.settings = settings
         self.device = device
         self.label = label
+        self.model = model
         self.engine = engine or uuid.uuid4().hex
         self._clock = clock
         self._memory: Memory | None = None
@@ -256,7 +259,13 @@ class Links:
     def _new_link(self) -> Link:
         with forks.no_fork:
             return Link(
-                self.settings, self.device, self.engine, self.label, self._memory, self._notices
+                self.settings,
+                self.device,
+                self.engine,
+                self.label,
+                self.model,
+                self._memory,
+                self._notices,
             )
 
     def _reconnect(self) -> None:

@@ -31,6 +31,8 @@ class Counters:
     stored_bytes: int = 0
     overdue_transfers: int = 0
     """Cancelled because they had not ended in time."""
+    log_lines_dropped: int = 0
+    """Nobody read the log in time, or it could not be written; counted by the log's writer."""
     refused: Counter[str] = field(default_factory=Counter)
     """Typed errors sent, by code."""
 

@@ -45,13 +45,17 @@ def refuse(cause: str, remedy: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> 
 
 
 def check_hello(request: protocol.Hello) -> None:
-    """The names of an engine. Its label goes into the log, so it must be fit to print."""
-    if not 1 <= len(request.engine) <= 128 or len(request.label) > 256:
+    """The names of an engine. Label and model go into the log, so they must be fit to print."""
+    most = protocol.MAX_LABEL_CHARS
+    if not 1 <= len(request.engine) <= 128 or max(len(request.label), len(request.model)) > most:
         raise refuse(
-            "an engine's name has 1 to 128 characters and its label at most 256", "Shorten them"
+            f"an engine's name has 1 to 128 characters, its label and model at most {most}",
+            "Shorten them",
         )
-    if not request.label.isprintable():
-        raise refuse("an engine's label has characters that cannot be printed", "Leave them out")
+    if not (request.label + request.model).isprintable():
+        raise refuse(
+            "an engine's label or model has characters that cannot be printed", "Leave them out"
+        )
 
 
 def check_name(name: str) -> None:

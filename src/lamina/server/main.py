@@ -40,6 +40,7 @@ STOP_GRACE_S = 5.0
 """How long transfers in flight may take to end before they are cut short at a stop."""
 CLOSE_GRACE_S = 1.0
 """How long a client may then take to read its last replies."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Server:
@@ -47,7 +48,7 @@ class Server:
 
     Making one takes the socket's lock; raises `SettingsError` when it cannot, and for an arena
     larger than this process may have. `devices` by name; the host and every visible GPU by default.
-    `clock` in seconds is what leases run out by.
+    `clock` in seconds is what leases run out by. `reopen_log` is called on a SIGHUP.
     """
 
     def __init__(
@@ -55,9 +56,12 @@ class Server:
         settings: ServerSettings,
         devices: Mapping[str, ServerDevice] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        counters: Counters | None = None,
+        reopen_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
-        self.counters = Counters()
+        self.counters = counters or Counters()
+        self._reopen_log = reopen_log
         self.arena = Arena(arena_bytes(settings.arena_bytes, memory_limits()))
         self._chores = Chores()
         self.index = Index(self.arena, self._chores.add)
@@ -109,16 +113,25 @@ class Server:
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` or a SIGTERM or SIGINT; `ready` is called once connections are taken.
+        A second signal ends the process at once.
 
         Raises `SettingsError` when the HTTP port cannot be had.
         """
         loop = asyncio.get_running_loop()
         stop = self._stop = asyncio.Event()
+
+        def end(*_: object) -> None:
+            """The next one is the kernel's: it works whatever holds us up."""
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            _call_on(loop, stop.set)
+
         # Not with `add_signal_handler`: its signals go through the pipe by which other threads wake
         # the loop, and one that arrives while that is full of wake-ups is lost.
         with contextlib.suppress(ValueError):  # not the main thread: no signals
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: _call_on(loop, stop.set))
+            signal.signal(signal.SIGHUP, lambda *_: _call_on(loop, self._reopen_log))
+            for number in _STOP_SIGNALS:
+                signal.signal(number, end)
 
         def publish(nbytes: int) -> None:
             _call_on(loop, partial(self.arena.extend, nbytes))
@@ -172,7 +185,6 @@ class Server:
         self._transports.pop(session, None)
         self.leases.end_owner(session)
         self.sessions.end(session)
-        log.info("%s left", session)
 
     def _count_refusal(self, code: ErrorCode) -> None:
         self.counters.refused[code.value] += 1

@@ -26,7 +26,7 @@ from lamina.errors import (
     RequestRefusedError,
 )
 from lamina.geometry import check_block_ids
-from lamina.server import limits
+from lamina.server import limits, logs
 from lamina.server.counters import Counters
 from lamina.server.index import Chunk, Index
 from lamina.server.lane import Lane, Lanes
@@ -88,7 +88,9 @@ class Service:
         if session.engine:
             raise limits.refuse("the connection said hello before", "Say it once")
         limits.check_hello(request)
-        session.engine, session.label = request.engine, request.label
+        session.engine = request.engine
+        session.label, session.model = request.label, request.model
+        session.log("said hello")
         return protocol.Welcome(
             request.id,
             __version__,
@@ -127,16 +129,16 @@ class Service:
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        nbytes = sum(region.nbytes for region in request.regions)
+        kv_bytes = sum(region.nbytes for region in request.regions)
         worker = Worker(
+            request.device,
             geometry,
             request.page_map,
+            kv_bytes,
             memory,
             self._memories,
             *lanes,
             request.description,
-            request.device,
-            nbytes,
         )
         self._sessions.register(session, worker)
         return protocol.Registered(request.id)
@@ -382,6 +384,11 @@ class Service:
         session.need_hello()
         yield from self._chores.backlog()  # pins that have ended keep nothing
         return protocol.Cleared(request.id, (yield from self._index.clear()))
+
+    def set_log_level(self, session: Session, request: protocol.SetLogLevel) -> protocol.Done:
+        session.need_hello()
+        logs.set_level(request.level)
+        return protocol.Done(request.id)
 
     def _begin(
         self,

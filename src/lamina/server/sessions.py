@@ -34,15 +34,15 @@ class Worker:
     """What a connection registered: its KV memory and who closes that, the lanes of its device, and
     what it says of itself to its engine's other processes."""
 
+    device: str
     geometry: Geometry
     page_map: PageMap
+    kv_bytes: int
     memory: EngineMemory
     memories: Memories
     loads: Lane
     stores: Lane
     description: bytes
-    device: str
-    registered_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class Session:
         self.board = board
         self.engine = ""
         self.label = ""
+        self.model = ""
         self.worker: Worker | None = None
         self.in_hand = False
         """Whether a request of it has been taken up and takes its turns."""
@@ -109,8 +110,17 @@ class Session:
         """What an operator is told of it."""
         device, nbytes = "", 0
         if self.worker is not None:
-            device, nbytes = self.worker.device, self.worker.registered_bytes
+            device, nbytes = self.worker.device, self.worker.kv_bytes
         return protocol.EngineStats(self.label, self.peer.pid, device, nbytes)
+
+    def log(self, event: str) -> None:
+        """Say what has become of it. Of connections that hold no KV memory, as those of a scheduler
+        or a command line, only debugging wants to know."""
+        fields: dict[str, object] = {"label": self.label, "model": self.model}
+        if self.worker is not None:
+            fields |= {"device": self.worker.device, "kv_bytes": self.worker.kv_bytes}
+        level = logging.DEBUG if self.worker is None else logging.INFO
+        log.log(level, f"%s {event}", self, extra={"fields": fields})
 
     def need_hello(self) -> str:
         """The engine's name; raises `RequestRefusedError` before Hello."""
@@ -235,9 +245,11 @@ class Sessions:
     def register(self, session: Session, worker: Worker) -> None:
         """The session is a worker's from now on."""
         session.worker = self._workers[session] = worker
+        session.log("joined")
 
     def end(self, session: Session) -> None:
         """Its connection is gone."""
+        session.log("left")
         self._live.discard(session)
         self._workers.pop(session, None)
         session.end()

@@ -66,11 +66,13 @@ def status_app(counters: Counters, gauges: Gauges) -> Starlette:
 
 
 class StatusServer(uvicorn.Server):
-    """uvicorn inside the server's own event loop; signals stay the server's."""
+    """uvicorn inside the server's own event loop; signals and the log stay the server's."""
 
     def __init__(self, app: Starlette, host: str, port: int) -> None:
         super().__init__(
-            uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
+            uvicorn.Config(
+                app, host=host, port=port, log_config=None, log_level="warning", lifespan="off"
+            )
         )
 
     @contextlib.contextmanager
