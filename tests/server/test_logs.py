@@ -192,6 +192,15 @@ def test_what_is_held_back_is_told_without_another_line(
     handler.finish()
 
 
+def test_the_end_of_the_log_tells_what_is_held_back(file: HeldFile, counters: Counters) -> None:
+    file.open.set()
+    handler = LogHandler(file, plain_line, counters, lambda: 0.0)
+    for _ in range(7):
+        handler.handle(record())
+    handler.finish()
+    assert "2 more like it: it happened" in file.lines[-1]
+
+
 # The queue.
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
+
+from tests.support.wait import PATIENCE_S
 
 _PIPE_BYTES = 4096
 _FILLING = b"."
@@ -23,9 +26,11 @@ class FullPipe:
         os.set_blocking(self.writer, True)
 
     def read_line(self) -> str:
-        """The next line that somebody writes."""
+        """The next line that somebody writes; fails when none comes."""
         read = b""
         while not read.endswith(b"\n"):
+            is_readable, _, _ = select.select([self.reader], [], [], PATIENCE_S)
+            assert is_readable, "nobody writes a line"
             read += os.read(self.reader, 1)
         return read.lstrip(_FILLING).decode()
 

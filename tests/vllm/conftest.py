@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import tempfile
 import warnings
@@ -24,6 +25,8 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ.update(ENVIRONMENT)
+    # With a handler of its own the logger is left as it is, and pytest sees its lines.
+    logging.getLogger("lamina").addHandler(logging.NullHandler())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM and torch warn about is not ours
         importlib.import_module("lamina.engines.vllm.connector")

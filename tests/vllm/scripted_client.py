@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import MISS, LookupResult
 from lamina.client.checks import check_name
@@ -282,6 +283,9 @@ class ScriptedClient:
 
     def wait_for_workers(self, count: int, timeout_s: float) -> tuple[bytes, ...] | None:
         return self.workers(count)
+
+    def ask(self, request: object, timeout_s: float) -> protocol.Stats:
+        return protocol.Stats(0, {"arena_capacity_bytes": 0, "chunks": len(self.chunks)})
 
     def give_up_stores(self) -> None:
         for store in self.stores:

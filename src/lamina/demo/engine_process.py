@@ -53,6 +53,7 @@ class DemoEngine:
             ClientSettings(socket=Path(spec.socket), suspect_after_ms=_SUSPECT_AFTER_MS),
             HostWorkerDevice(),
             "demo engine",
+            model="reference Llama",
         )
         self.engine = ReferenceEngine(self._model, self._blocks, self.client, spec.chunk_tokens)
         rng = np.random.default_rng(0)

@@ -31,6 +31,7 @@ from lamina.engines.vllm.identity import Identity
 from lamina.engines.vllm.kinds import check_groups, check_layers, check_model
 from lamina.engines.vllm.layout import layout_of
 from lamina.engines.vllm.loaded import LoadedWeights, model_of_caller, scales_of
+from lamina.engines.vllm.logs import join_vllm, printable_name, tell_start
 from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
@@ -67,6 +68,7 @@ class LaminaConnector(KVConnectorBase_V1):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """None is required; but vLLM asks early, before it stops at models that it says are wrong
         in another way."""
+        join_vllm()
         try:
             check_model(vllm_config.model_config)
         except LaminaError as error:
@@ -83,6 +85,7 @@ class LaminaConnector(KVConnectorBase_V1):
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm()
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None
         self._boundary: Boundary | None = None
@@ -131,6 +134,7 @@ class LaminaConnector(KVConnectorBase_V1):
         self._connect(self._scheduler.client)
         until_s = time.monotonic() + START_WAIT_S
         if self._scheduler.client.is_usable:
+            tell_start(self._scheduler.client, self._settings)
             self._scheduler.client.wait_for_workers(config.parallel_config.world_size, START_WAIT_S)
             weights.wait(until_s - time.monotonic())
             self._scheduler.find_identity()
@@ -347,7 +351,8 @@ class LaminaConnector(KVConnectorBase_V1):
         return self._config.kv_transfer_config.engine_id
 
     def _client(self, label: str, device: Any) -> Client:
-        return Client(self._settings, device, label, engine=self._engine_id)
+        model = printable_name(self._config.model_config.model)
+        return Client(self._settings, device, label, engine=self._engine_id, model=model)
 
     def _connect(self, client: Client) -> None:
         """Connect at the start; without a server the engine serves all the same."""
