@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lamina import protocol
+from lamina.client.transfers import Ticket
 from lamina.errors import ErrorCode
 from tests.e2e.strangers import Stranger, assert_refused
 from tests.support.full_pipe import FullPipe
@@ -125,9 +126,10 @@ def test_a_second_signal_ends_the_server_at_once(
 ) -> None:
     server = serve()
     worker = PageWorker(socket_path)
-    transfers = worker.client._transfers()
-    assert transfers is not None
-    never = transfers.next_ticket()  # handed out, and not written
+    link = worker.client._link
+    assert link is not None
+    assert link.transfers is not None
+    never = Ticket(link.transfers.next_ticket(), link.board)  # handed out, and not written
     worker.client.store(b"", random_keys(1), [ids(range(4))], never)
     worker.client.ask(protocol.GetStats)  # answered after the store has begun
     server.send(signal.SIGTERM)

@@ -129,12 +129,12 @@ class Service:
             )
         except CopyDeniedError as error:
             raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        kv_bytes = sum(region.nbytes for region in request.regions)
+        nbytes = sum(region.nbytes for region in request.regions)
         worker = Worker(
             request.device,
             geometry,
             request.page_map,
-            kv_bytes,
+            nbytes,
             memory,
             self._memories,
             *lanes,
