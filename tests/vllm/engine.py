@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lamina.engines.vllm.began import beginnings
 from lamina.keys import KeyChain
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
@@ -80,6 +81,7 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
+        beginnings.take()  # a test may have made a configuration and no engine
         self._llm = LLM(
             **{
                 "model": str(model),

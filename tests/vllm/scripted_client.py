@@ -285,7 +285,9 @@ class ScriptedClient:
         return self.workers(count)
 
     def ask(self, request: object, timeout_s: float) -> protocol.Stats:
-        return protocol.Stats(0, {"arena_capacity_bytes": 0, "chunks": len(self.chunks)})
+        return protocol.Stats(
+            0, "", {"arena_capacity_bytes": 0, "chunks": len(self.chunks)}, {}, ()
+        )
 
     def give_up_stores(self) -> None:
         for store in self.stores:
