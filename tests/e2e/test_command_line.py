@@ -228,9 +228,9 @@ def test_settings_come_from_the_environment_as_well(
     taken: list[ServerSettings] = []
     serve = Server.__init__
 
-    def init(server: Server, settings: ServerSettings) -> None:
+    def init(server: Server, settings: ServerSettings, **more: Any) -> None:
         taken.append(settings)
-        serve(server, settings)
+        serve(server, settings, **more)
 
     monkeypatch.setattr(Server, "__init__", init)
     for name, value in {
