@@ -31,8 +31,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RECENT_NS = 2_000_000_000
 """A file written so recently could be written again within the same tick of its clock: what it held
 is not remembered (git calls such an entry racily clean). Network file systems tick in seconds."""
-CLOCK_SLACK_NS = 10_000_000
-"""File times come from the kernel's tick, which lags the clock by up to 10 ms (CONFIG_HZ=100)."""
+_CLOCK_REALTIME_COARSE = 5
+CLOCK_SLACK_NS = int(time.clock_getres(_CLOCK_REALTIME_COARSE) * 1e9)
+"""File times come from the kernel's tick, which lags the clock by up to one (1 to 10 ms)."""
 
 
 def wall_clock_ns() -> int:

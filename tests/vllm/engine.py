@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lamina.content import CLOCK_SLACK_NS, wall_clock_ns
 from lamina.engines.vllm.began import beginnings
 from lamina.keys import KeyChain
 from tests.support.server import ServerThread
@@ -81,6 +82,7 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
+        eventually(lambda: is_old(model))
         beginnings.take()  # a test may have made a configuration and no engine
         self._llm = LLM(
             **{
@@ -310,6 +312,12 @@ class Engine:
     def close(self) -> None:
         self._thread.shutdown()
         self._engine.engine_core.shutdown()
+
+
+def is_old(model: Path) -> bool:
+    """Whether its files were surely written before now, by the clock that dates them."""
+    newest = max(path.lstat().st_ctime_ns for path in model.iterdir())
+    return newest + CLOCK_SLACK_NS < wall_clock_ns()
 
 
 def connector_config(server: Path, **settings: object) -> dict[str, Any]:

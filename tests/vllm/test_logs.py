@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -104,7 +105,7 @@ def test_where_vllm_configures_no_logging_nor_do_we(
     ours: logging.Logger, vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "told not to":
-        monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+        monkeypatch.setattr(envs, "VLLM_CONFIGURE_LOGGING", False, raising=False)
     else:
         monkeypatch.setattr(THEIRS, "handlers", [])
     join_vllm()
