@@ -193,7 +193,10 @@ def measure(chunks: int, rounds: int) -> Figures:
         for _ in range(rounds):
             measure_requests(socket, engine, Record(engine, figures), chunks)
         engine.close()
-    with private_socket() as socket, python_process(__file__, "--serve", str(socket)) as process:
+    with (
+        private_socket() as socket,
+        python_process("-m", "benchmarks.heartbeat", "--serve", str(socket)) as process,
+    ):
         wait_until_filled(socket, process)
         engine = Engine(socket)
         for _ in range(rounds):
