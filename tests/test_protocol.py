@@ -56,7 +56,12 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, int]: st.dictionaries(st.text(max_size=8), integers, max_size=4),
     tuple[protocol.EngineStats, ...]: st.lists(
         st.builds(
-            protocol.EngineStats, st.text(max_size=8), integers, st.text(max_size=8), integers
+            protocol.EngineStats,
+            st.text(max_size=8),
+            st.text(max_size=8),
+            integers,
+            st.text(max_size=8),
+            integers,
         ),
         max_size=3,
     ).map(tuple),

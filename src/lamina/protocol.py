@@ -216,9 +216,11 @@ class GetStats(Message, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """One connection. `device` is empty and `registered_bytes` 0 without KV memory: a scheduler."""
+    """One connection. `device` is empty and `registered_bytes` 0 without KV memory: a scheduler.
+    `model` is empty when the engine named none."""
 
     label: str
+    model: str
     pid: int
     device: str
     registered_bytes: int

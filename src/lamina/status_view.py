@@ -50,12 +50,15 @@ def _engines(stats: Stats) -> list[Table | str]:
         return ["No engine is connected."]
     table = Table(title="Connections")
     table.add_column("label", overflow="fold")
+    table.add_column("model", overflow="fold")
     table.add_column("pid", justify="right", no_wrap=True)
     table.add_column("device", no_wrap=True)
     table.add_column("KV registered", justify="right", no_wrap=True)
     for engine in stats.engines:
         kv = size_text(engine.registered_bytes) if engine.device else "none"
-        table.add_row(escape(engine.label), str(engine.pid), engine.device, kv)
+        table.add_row(
+            escape(engine.label), escape(engine.model), str(engine.pid), engine.device, kv
+        )
     return [table]
 
 

@@ -112,7 +112,7 @@ def test_version(cli: Cli) -> None:
 
 
 def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> None:
-    worker = PageWorker(socket_path, GEOMETRY, BLOCKS)
+    worker = PageWorker(socket_path, GEOMETRY, BLOCKS, model="a model")
     worker.save(random_keys(3), range(12))
     said = cli("status", "--socket", str(socket_path))
     assert said.code == 0
@@ -125,7 +125,13 @@ def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> 
     assert values["uptime_s"] > 0
     kv_bytes = sum(pages.nbytes for pages in worker.pages)
     assert values["engines"] == [
-        {"label": "worker", "pid": os.getpid(), "device": "host", "registered_bytes": kv_bytes}
+        {
+            "label": "worker",
+            "model": "a model",
+            "pid": os.getpid(),
+            "device": "host",
+            "registered_bytes": kv_bytes,
+        }
     ]
     assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 3 chunks\n", "")
     assert cli("clear", "--socket", str(socket_path)) == Said(0, "forgot 0 chunks\n", "")
@@ -136,7 +142,9 @@ def stats(values: dict[str, int | float], engines: int) -> protocol.Stats:
     """A server's, of which every number is as long as it gets."""
     server = Counters()
     counts: dict[str, int | float] = dict.fromkeys(server.totals(), 10**15 + 7)
-    engine = protocol.EngineStats("a label of an engine " * 8, 4_194_304, "cuda:0", 139 << 30)
+    engine = protocol.EngineStats(
+        "a label of an engine " * 8, "organization/model-70B" * 4, 4_194_304, "cuda:0", 139 << 30
+    )
     return protocol.Stats(
         0, "0.1.0", {**counts, **values}, {"bad_request": 10**6}, (engine,) * engines
     )

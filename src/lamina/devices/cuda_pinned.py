@@ -51,7 +51,7 @@ class PinnedSegments:
         """A device could not pin a segment; the next one may."""
         if not self._failed:
             log.warning(
-                "host memory cannot be pinned, copies will be slow: %s; raise `ulimit -l`",
+                "host memory cannot be pinned, copies will be slow: %s; give a smaller `--arena`",
                 error.cause,
             )
         self._failed.add(address)

@@ -111,7 +111,7 @@ class Session:
         device, nbytes = "", 0
         if self.worker is not None:
             device, nbytes = self.worker.device, self.worker.kv_bytes
-        return protocol.EngineStats(self.label, self.peer.pid, device, nbytes)
+        return protocol.EngineStats(self.label, self.model, self.peer.pid, device, nbytes)
 
     def log(self, event: str) -> None:
         """Say what has become of it. Of connections that hold no KV memory, as those of a scheduler
