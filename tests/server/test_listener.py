@@ -254,6 +254,17 @@ def test_its_end_leaves_a_successors_socket_alone(
     assert is_reachable(socket_path)
 
 
+def test_a_socket_that_its_server_took_away_is_not_called_gone(
+    make: Callable[..., Endpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task that looks for it may run once more before a server that stops has ended it."""
+    endpoint = make()
+    endpoint.close()
+    endpoint.check()
+    assert not endpoint.is_lost
+    assert not caplog.records
+
+
 def test_a_socket_that_is_gone_or_replaced_is_noticed_and_said_once(
     make: Callable[..., Endpoint], socket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,7 +82,9 @@ class Endpoint:
             self.check()
 
     def check(self) -> None:
-        """Notice that the socket is gone or another's, and say so once."""
+        """Notice that the socket is gone or another's, and say so once; not after `close`."""
+        if self.socket.fileno() < 0:  # the task that watches ends after that
+            return
         found = _inode_at(self._path)
         was_lost, self.is_lost = self.is_lost, found != self._inode
         if self.is_lost and not was_lost:
