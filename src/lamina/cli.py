@@ -60,6 +60,16 @@ SocketOption = Annotated[
 ]
 
 
+ServerUidOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="UID",
+        envvar="LAMINA_SERVER_UID",
+        help="A user besides you whose server is trusted.",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -162,10 +172,11 @@ def serve(
 @app.command()
 def status(
     socket: SocketOption = _DEFAULT_SOCKET,
+    server_uid: ServerUidOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a running server holds and has done."""
-    stats = _ask(socket, protocol.GetStats)
+    stats = _ask(socket, server_uid, protocol.GetStats)
     assert isinstance(stats, protocol.Stats)
     if as_json:
         typer.echo(json.dumps(status_data(stats), indent=2))
@@ -174,9 +185,9 @@ def status(
 
 
 @app.command()
-def clear(socket: SocketOption = _DEFAULT_SOCKET) -> None:
+def clear(socket: SocketOption = _DEFAULT_SOCKET, server_uid: ServerUidOption = None) -> None:
     """Forget every chunk that is not in use."""
-    cleared = _ask(socket, protocol.Clear)
+    cleared = _ask(socket, server_uid, protocol.Clear)
     assert isinstance(cleared, protocol.Cleared)
     typer.echo(f"forgot {cleared.chunks} chunks")
 
@@ -185,9 +196,10 @@ def clear(socket: SocketOption = _DEFAULT_SOCKET) -> None:
 def log_level(
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
     socket: SocketOption = _DEFAULT_SOCKET,
+    server_uid: ServerUidOption = None,
 ) -> None:
     """Change what a running server logs, until it ends."""
-    _ask(socket, lambda number: protocol.SetLogLevel(number, level))
+    _ask(socket, server_uid, lambda number: protocol.SetLogLevel(number, level))
 
 
 @app.command()
@@ -241,9 +253,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _ask(socket: Path, request: Callable[[int], protocol.Message]) -> protocol.Reply:
+def _ask(
+    socket: Path, server_uid: int | None, request: Callable[[int], protocol.Message]
+) -> protocol.Reply:
     """Send one request, made with its id, and return its reply."""
-    client = Client(ClientSettings(socket=socket), HostWorkerDevice(), "lamina command line")
+    settings = ClientSettings(socket=socket, server_uid=server_uid)
+    client = Client(settings, HostWorkerDevice(), "lamina command line")
     try:
         client.connect()
         return client.ask(request)

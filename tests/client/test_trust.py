@@ -63,7 +63,10 @@ def test_a_server_of_another_user_is_trusted_only_by_name(socket_path: Path) -> 
         check_server(socket_path, SOMEBODY, None)
     said = str(no.value)
     assert f"is of user {SOMEBODY}, not of user {ME}. " in said
-    assert "set lamina.server_uid if that user is to be trusted" in said
+    assert (
+        "set lamina.server_uid (--server-uid on the command line) if that user is to be trusted"
+        in said
+    )
     with pytest.raises(UntrustedServerError, match=f"not of user {ME} or {SOMEBODY + 1}"):
         check_server(socket_path, SOMEBODY, SOMEBODY + 1)
     check_server(Path("/proc/lamina.sock"), SOMEBODY, SOMEBODY)  # in a directory of root's

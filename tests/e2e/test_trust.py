@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from lamina import protocol
+from lamina.cli import app
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ErrorCode, RequestRefusedError
@@ -83,6 +85,13 @@ def ask(path: Path, server_uid: int | None) -> str:
         client.close()
 
 
+def status(path: Path, *options: str) -> str:
+    """What `lamina status` prints, or its error."""
+    given = ["status", "--json", "--socket", str(path), *options]
+    said = CliRunner().invoke(app, given)
+    return str(said.exception or said.output)
+
+
 @needs_root
 def test_a_server_takes_the_users_that_it_allows_and_no_others(shared_path: Path) -> None:
     server = ServerProcess(
@@ -100,6 +109,11 @@ def test_a_server_takes_the_users_that_it_allows_and_no_others(shared_path: Path
         said = as_user(STRANGER, lambda: ask(shared_path, None))
         assert said.startswith("UntrustedServerError"), said
         assert f"is of user {ME}, not of user {STRANGER}" in said
+        assert '"chunks": 0' in status(shared_path)  # imports what a stranger may not read
+        said = as_user(STRANGER, lambda: status(shared_path, "--server-uid", str(ME)))
+        assert '"chunks": 0' in said, said
+        said = as_user(STRANGER, lambda: status(shared_path))
+        assert "--server-uid" in said, said
     finally:
         server.stop()
 

@@ -25,8 +25,8 @@ def check_server(path: Path, uid: int, server_uid: int | None) -> None:
         trusted = f"user {ours}" if server_uid is None else f"user {ours} or {server_uid}"
         raise UntrustedServerError(
             f"the server at {path} is of user {uid}, not of {trusted}",
-            "Run the engine and the server as the same user, or set lamina.server_uid if that "
-            "user is to be trusted",
+            "Run the engine and the server as the same user, or set lamina.server_uid "
+            "(--server-uid on the command line) if that user is to be trusted",
         )
     directory = path.parent
     info = directory.stat()
