@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lamina import content
-from lamina.content import FileChangedError, digests
+from lamina.content import FileChangedError, default_memory, digests
 
 LATER_NS = 10**10
 """Well after a test's files were written."""
@@ -111,6 +114,42 @@ def test_without_a_place_to_remember_files_are_read_all_the_same(
     expected = [sha256(path) for path in files]
     assert digests(files, None, tmp_path / "occupied" / "files") == expected
     assert digests(files, None, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "code"),
+    [(os, "open", errno.ENOSPC), (os, "pwrite", errno.EDQUOT), (fcntl, "flock", errno.ENOLCK)],
+    ids=["full", "quota", "no locks"],
+)
+def test_a_memory_that_fails_costs_no_more_than_reading(
+    files: list[Path],
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    call: str,
+    code: int,
+) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(owner, call, fail)
+    for _ in range(2):
+        assert digests(files, None, memory) == [sha256(path) for path in files]
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_user_without_a_home_remembers_nothing(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert default_memory() is None
+    assert digests(files, None, default_memory()) == [sha256(path) for path in files]
 
 
 def test_a_file_that_was_written_too_late_is_told(files: list[Path], memory: Path) -> None:

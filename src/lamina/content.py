@@ -46,10 +46,14 @@ class FileChangedError(LaminaError):
     """A file was written after the engine may have read it: what the engine has is unknown."""
 
 
-def default_memory() -> Path:
-    """Where digests are remembered: `$XDG_CACHE_HOME/lamina/files`, or under `~/.cache`."""
+def default_memory() -> Path | None:
+    """Where digests are remembered: `$XDG_CACHE_HOME/lamina/files`, or under `~/.cache`; None for a
+    user without a home, as in a container."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "lamina" / "files"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "lamina" / "files"
+    except RuntimeError:  # pathlib's, for a user whom the system does not know
+        return None
 
 
 def digests(
@@ -126,34 +130,39 @@ def _hub_name(path: Path) -> str | None:
 
 def _remembered(descriptor: int, stat: os.stat_result, memory: Path | None) -> str:
     """The file's digest from memory, or read now. One process reads, others wait for it."""
-    if memory is None:
+    entry = _locked_entry(memory, stat) if memory is not None else None
+    if entry is None:
         return _read(descriptor)
-    name = hashlib.sha256(repr(signature(stat)).encode()).hexdigest()
-    entry = os.open(memory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not _lock(entry):
-            return _read(descriptor)
         known = os.pread(entry, 65, 0).decode("ascii", "replace")
         if _SHA256.fullmatch(known):
             return known
         digest = _read(descriptor)
         if stat.st_ctime_ns + _RECENT_NS < wall_clock_ns():
-            os.pwrite(entry, digest.encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk: what is incomplete counts as nothing
+                os.pwrite(entry, digest.encode(), 0)
         return digest
     finally:
         os.close(entry)
 
 
-def _lock(entry: int) -> bool:
-    """Wait until no other process reads the same file; False when that takes too long."""
+def _locked_entry(memory: Path, stat: os.stat_result) -> int | None:
+    """The descriptor of the file's entry, once no other process reads the same file; None when that
+    takes too long, or the disk is full or has no locks (some network file systems)."""
+    name = hashlib.sha256(repr(signature(stat)).encode()).hexdigest()
     until_s = time.monotonic() + _READER_PATIENCE_S
+    try:
+        entry = os.open(memory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
     while True:
         try:
             fcntl.flock(entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= until_s:
-                return False
+            return entry
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() >= until_s:
+                os.close(entry)
+                return None
             time.sleep(_LOOK_AGAIN_S)
 
 
