@@ -21,13 +21,6 @@ def world(socket_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def server(socket_path: Path) -> Iterator[ServerThread]:
-    thread = ServerThread(socket_path)
-    yield thread
-    thread.stop()
-
-
-@pytest.fixture
 def worker(server: ServerThread) -> Iterator[PageWorker]:
     """One whose server holds `KEYS`."""
     worker = PageWorker(server.settings.socket)

@@ -53,19 +53,25 @@ def add(rig: Rig, name: str, adapter: str) -> None:
     rig.scheduler.add_request = add_request
 
 
-def keys_of(rig: Rig, adapter: str) -> list[bytes]:
-    lora = SimpleNamespace(lora_name=adapter, lora_int_id=1)
-    request = SimpleNamespace(
-        request_id=adapter,
-        lora_request=lora,
+def asking(name: str, adapter: str) -> Any:
+    """A request as vLLM's scheduler has it before its first step."""
+    return SimpleNamespace(
+        request_id=name,
+        lora_request=SimpleNamespace(lora_name=adapter, lora_int_id=1),
         cache_salt=None,
         prompt_embeds=None,
         resumable=False,
         kv_transfer_params=None,
         mm_features=[],
         skip_reading_prefix_cache=False,
+        all_token_ids=ASKED,
+        num_tokens=len(ASKED),
+        num_output_tokens=0,
     )
-    tracked = rig.side._track(request)
+
+
+def keys_of(rig: Rig, adapter: str) -> list[bytes]:
+    tracked = rig.side._track(asking(adapter, adapter))
     assert tracked is not None
     del rig.side._tracked[adapter]
     return tracked.chain.extend(ASKED)
@@ -83,10 +89,10 @@ def test_adapters_of_other_content_have_other_keys(rig: Rig) -> None:
 def test_a_request_waits_until_its_adapter_is_read(rig: Rig) -> None:
     adapters = Named(a=None)
     rig.side._identity.adapters = adapters  # type: ignore[assignment]
-    assert rig.side.matched_tokens(waiting(rig), 0) == (None, False)
+    assert rig.side.matched_tokens(asking("W", "a"), 0) == (None, False)
     assert not rig.side.is_tracked("W")
     adapters.names["a"] = "one"
-    assert rig.side.matched_tokens(waiting(rig), 0) != (None, False)
+    assert rig.side.matched_tokens(asking("W", "a"), 0) != (None, False)
     assert rig.side.is_tracked("W")
 
 
@@ -94,26 +100,10 @@ def test_a_request_whose_adapter_cannot_be_told_goes_without_the_cache(rig: Rig)
     adapters = Named(a=None)
     adapters.reading = False
     rig.side._identity.adapters = adapters  # type: ignore[assignment]
-    assert rig.side.matched_tokens(waiting(rig), 0) == (0, False)
+    assert rig.side.matched_tokens(asking("W", "a"), 0) == (0, False)
     tracked = rig.side._tracked["W"]
     assert not tracked.may_load
     assert not tracked.may_store
-
-
-def waiting(rig: Rig) -> Any:
-    return SimpleNamespace(
-        request_id="W",
-        lora_request=SimpleNamespace(lora_name="a", lora_int_id=1),
-        cache_salt=None,
-        prompt_embeds=None,
-        resumable=False,
-        kv_transfer_params=None,
-        mm_features=[],
-        skip_reading_prefix_cache=False,
-        all_token_ids=ASKED,
-        num_tokens=len(ASKED),
-        num_output_tokens=0,
-    )
 
 
 def test_a_request_waits_until_the_weights_were_looked_at(rig: Rig) -> None:
