@@ -115,6 +115,15 @@ def test_what_vllm_does_not_load_does_not_count(directory: Path, name: str) -> N
     assert identity(directory) == before
 
 
+def test_a_link_to_nothing_is_not_passed_over(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies behind it when vLLM loads it would not be in the name."""
+    (directory / "model-9.safetensors").symlink_to(tmp_path / "comes later")
+    assert identity(directory) is None
+    assert "comes later" in caplog.text or "model-9" in caplog.text
+
+
 def test_a_file_given_as_the_model(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(os.urandom(SIZE))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -155,11 +156,14 @@ def _commit_of(model: Any) -> str | None:
 
 
 def loaded_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """What vLLM may read of a model: files at the top, and code anywhere below; sorted."""
+    """What vLLM may read of a model: files at the top, and code anywhere below; sorted.
+
+    Raises `OSError` for a link that leads nowhere: what is behind it later would go unnoticed.
+    """
     for path in sorted([*directory.iterdir(), *directory.rglob("*/*.py")]):
         name = path.relative_to(directory).as_posix()
         is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if not is_hidden and path.suffix in _LOADED and path.is_file():
+        if not is_hidden and path.suffix in _LOADED and stat.S_ISREG(path.stat().st_mode):
             yield name, path
 
 
