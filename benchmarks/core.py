@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lamina.bench.processes import private_socket, server_process
 from lamina.client import Client
 from lamina.copies import CopyPlan
 from lamina.devices.host import HostWorkerDevice
@@ -24,6 +23,7 @@ from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.server.arena import Arena
 from lamina.server.index import Index
 from lamina.settings import ClientSettings
+from lamina_lab.bench.processes import private_socket, server_process
 
 LAYERS, PAGE_BYTES, BLOCK_TOKENS, CHUNK_TOKENS = 32, 64 << 10, 16, 256
 BLOCKS = 4096

@@ -26,7 +26,6 @@ import numpy as np
 
 from benchmarks.core import host
 from lamina import protocol
-from lamina.bench.processes import private_socket, python_process, server_process, wait_until_filled
 from lamina.board import Board
 from lamina.client.connection import Connection
 from lamina.devices.base import EngineMemory
@@ -36,6 +35,12 @@ from lamina.linux import Peer
 from lamina.protocol import Region
 from lamina.server.main import Server
 from lamina.settings import ServerSettings
+from lamina_lab.bench.processes import (
+    private_socket,
+    python_process,
+    server_process,
+    wait_until_filled,
+)
 
 CHUNK_TOKENS = 16
 PAGE_BYTES = 64

@@ -23,13 +23,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lamina.bench.processes import private_socket, wait_until_filled
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.server.counters import Counters
 from lamina.server.log_lines import plain_line
 from lamina.server.logs import LogFile, LogHandler
 from lamina.settings import ClientSettings
+from lamina_lab.bench.processes import private_socket, wait_until_filled
 
 _STOP_TIMEOUT_S = 10.0
 _LEAST_PIPE_BYTES = 4096

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lamina.bench.processes import private_socket, server_process
+from lamina_lab.bench.processes import private_socket, server_process
 from tests.vllm.tiny_llama import write_model
 
 PROMPT_TOKENS = 1500

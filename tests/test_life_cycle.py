@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lamina.bench.soak_pages import chain
+from lamina_lab.soak.pages import chain
 from tests.support.life import GEOMETRY, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve

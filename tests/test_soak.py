@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lamina.bench.soak_pages import chain
 from lamina.board import TransferStatus
+from lamina_lab.soak.pages import chain
 from tests.support.life import GEOMETRY, Life, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve

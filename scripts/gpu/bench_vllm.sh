@@ -25,7 +25,7 @@ run_queue() { # GPU: its engines, one after the other
     local limit=$(((${LIMIT_S:-570} - 25 - SECONDS) / (waiting + 1)))
     # shellcheck disable=SC2086  # OPTIONS are words
     VLLM_CACHE_ROOT=/tmp/vllm-cache-$gpu taskset -c "$((gpu * cores))-$(((gpu + 1) * cores - 1))" \
-      timeout -k 5 "$((limit + 15))" python3 -m lamina.cli bench vllm --gpu "$gpu" \
+      timeout -k 5 "$((limit + 15))" python3 -m lamina_lab bench vllm --gpu "$gpu" \
       --save "$results/engine-$i.json" --limit-s "$limit" ${all[$i]} > "/tmp/engine-$i.log" 2>&1 ||
       echo "engine $i (${all[$i]}) exited with $?; the end of its log:" "$(tail -n 15 "/tmp/engine-$i.log")"
   done
@@ -33,6 +33,6 @@ run_queue() { # GPU: its engines, one after the other
 for ((gpu = 0; gpu < gpus; gpu++)); do run_queue "$gpu" & done
 wait
 tail -n 400 /tmp/engine-*.log > "$results/engines.log"
-python3 -m lamina.cli bench vllm --merge "$results"/engine-*.json \
+python3 -m lamina_lab bench vllm --merge "$results"/engine-*.json \
   --plot "$results/ttft.png" || echo "not all was right: see above"
 echo "over after $SECONDS s"

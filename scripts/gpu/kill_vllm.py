@@ -93,7 +93,7 @@ class HeldServer:
     """`serve` in a process of its own; its pid is what is killed."""
 
     def __init__(self, socket: Path, arena_bytes: int, chunk_tokens: int) -> None:
-        from lamina.bench.processes import wait_until_filled
+        from lamina_lab.bench.processes import wait_until_filled
 
         command = [sys.executable, __file__, "--serve", str(socket)]
         command += [str(arena_bytes), str(chunk_tokens)]
@@ -131,7 +131,7 @@ class HeldServer:
 @contextmanager
 def engine_of(model: Any, socket: Path, directory: Path, requests: int) -> Iterator[Any]:
     """vLLM with Lamina's connector; its server need not be there."""
-    from lamina.bench.vllm.engine import Engine
+    from lamina_lab.bench.vllm.engine import Engine
 
     settings: dict[str, Any] = {
         "lamina.socket": str(socket),
@@ -258,7 +258,7 @@ def _verdict(expected: Any, tokens: list[int]) -> str:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    from lamina.bench.vllm.models import model_named
+    from lamina_lab.bench.vllm.models import model_named
 
     model = model_named(arguments.model)
     began_s = time.perf_counter()

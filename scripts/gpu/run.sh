@@ -13,5 +13,5 @@ tail -n 12 "$results/tests.log"
 compute-sanitizer --log-file "$results/sanitizer.log" --target-processes all \
   python3 -m pytest -q -p no:cacheprovider tests/gpu/test_cuda_server.py -k "width and 3" || true
 tail -n 2 "$results/sanitizer.log"
-python3 -m lamina.cli bench transfer --device cuda --page-bytes 64KiB,32KiB --widths 1,8,32 \
+python3 -m lamina_lab bench transfer --device cuda --page-bytes 64KiB,32KiB --widths 1,8,32 \
   --concurrency 1,4 --rounds 15 --overlap --save "$results/h200-transfer.json"

@@ -17,12 +17,12 @@ import pytest
 import lamina
 from lamina import protocol
 from lamina.cli import main
+from lamina.cli.options import check_writable
+from lamina.cli.status_view import status_view
 from lamina.errors import SettingsError
-from lamina.options import check_writable
 from lamina.server.counters import Counters
 from lamina.server.main import Server
 from lamina.settings import ClientSettings, ServerSettings
-from lamina.status_view import status_view
 from tests.e2e.strangers import (
     BLOCKS,
     GEOMETRY,
@@ -316,10 +316,10 @@ def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("command", "missing", "remedy"),
     [
-        (("demo",), "threadpoolctl", "pip install '.[demo]'"),
-        (("demo",), "matplotlib", "pip install '.[demo]'"),
+        (("demo",), "threadpoolctl", "pip install '.[lab]'"),
+        (("demo",), "matplotlib", "pip install '.[lab]'"),
         (("bench", "vllm"), "vllm", "where vLLM is installed"),
-        (("bench", "vllm", "--plot", "x.png"), "matplotlib", "pip install '.[demo]'"),
+        (("bench", "vllm", "--plot", "x.png"), "matplotlib", "pip install '.[lab]'"),
     ],
     ids=str,
 )

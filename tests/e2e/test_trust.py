@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lamina import protocol
-from lamina.cli import app
+from lamina.cli.app import app
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ErrorCode, RequestRefusedError

@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from lamina.bench.soak_pages import StreamDevice
 from lamina.board import Board, TransferStatus
 from lamina.client import Client, FixedPolicy, Retrieve, Ticket
-from lamina.engines.reference.request import Request, State
 from lamina.geometry import BlockIds
 from lamina.settings import ClientSettings
-from tests.engines.reference.engines import (
+from lamina_lab.reference.request import Request, State
+from lamina_lab.soak.pages import StreamDevice
+from tests.lab.reference.engines import (
     SHARED,
     SMALL,
     Engine,

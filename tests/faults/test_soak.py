@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.bench.soak import FAULTS, run_soak
-from lamina.bench.soak_engine import GEOMETRY, SoakEngine, WrongBytesError
-from lamina.bench.soak_pages import chain
-from lamina.bench.soak_results import ServerLife, SoakSpec
+from lamina_lab.soak.engine import GEOMETRY, SoakEngine, WrongBytesError
+from lamina_lab.soak.pages import chain
+from lamina_lab.soak.results import ServerLife, SoakSpec
+from lamina_lab.soak.run import FAULTS, run_soak
 from tests.support.server import ServerThread
 from tests.support.worker import PageWorker, ids
 

@@ -10,6 +10,7 @@ import pytest
 from lamina.devices import cuda_driver as driver
 from lamina.devices.cuda import CudaServerDevice, CudaWorkerDevice
 from lamina.devices.cuda_pinned import PinnedSegments
+from lamina_lab import gpu_memory
 from tests.devices.conformance import DeviceConformance, Kit, WorkerSide
 
 
@@ -26,10 +27,10 @@ class CudaSide:
         driver.set_context(self._context)
 
     def allocate(self, nbytes: int) -> int:
-        return driver.allocate(nbytes)
+        return gpu_memory.allocate(nbytes)
 
     def free(self, address: int) -> None:
-        driver.free(address)
+        gpu_memory.free(address)
 
     def write(self, address: int, data: bytes) -> None:
         source = np.frombuffer(data, np.uint8)

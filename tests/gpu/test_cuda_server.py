@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from lamina import protocol
-from lamina.bench.memory import POISON, CudaKvSpace
-from lamina.bench.processes import private_socket, server_process
 from lamina.board import TransferStatus
 from lamina.client import Client, Gate, Retrieve, StepGates
 from lamina.devices import cuda_driver as driver
@@ -24,6 +22,9 @@ from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.settings import ClientSettings
+from lamina_lab import gpu_memory
+from lamina_lab.bench.memory import POISON, CudaKvSpace
+from lamina_lab.bench.processes import private_socket, server_process
 from tests.support.wait import eventually
 
 LAYERS, PAGE_BYTES, BLOCKS = 32, 64 << 10, 512
@@ -75,7 +76,7 @@ class GpuWorker:
     def poison(self, first_block: int) -> None:
         for address in self.space.addresses:
             start = address + first_block * PAGE_BYTES
-            driver.fill(start, POISON, DOCUMENT_BLOCKS * PAGE_BYTES)
+            gpu_memory.fill(start, POISON, DOCUMENT_BLOCKS * PAGE_BYTES)
 
     def read(self, layer: int, first_block: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         start = self.space.addresses[layer] + first_block * PAGE_BYTES

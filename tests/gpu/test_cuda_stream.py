@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lamina.bench.memory import POISON, CudaKvSpace
 from lamina.copies import CopyList
 from lamina.devices import cuda_driver as driver
 from lamina.devices.base import Direction
@@ -16,6 +15,7 @@ from lamina.devices.cuda import CudaServerDevice
 from lamina.devices.cuda_pinned import PinnedSegments
 from lamina.devices.cuda_stream import CudaCopyStream
 from lamina.errors import DeviceError
+from lamina_lab.bench.memory import POISON, CudaKvSpace
 from tests.support.lane import NoMemory
 from tests.support.wait import eventually
 

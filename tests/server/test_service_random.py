@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from lamina import protocol
-from lamina.bench.soak_pages import chain
 from lamina.errors import ErrorCode
 from lamina.server.turns import at_once
+from lamina_lab.soak.pages import chain
 from tests.e2e.strangers import BLOCKS, SLOTS, Pages, Stranger
 from tests.support.server import ServerThread
 from tests.support.wait import eventually

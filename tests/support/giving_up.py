@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lamina.bench.soak_pages import StreamDevice
 from lamina.geometry import Geometry, Group, Layer
+from lamina_lab.soak.pages import StreamDevice
 from tests.support.fault_server import FaultServer
 from tests.support.server import ServerThread
 from tests.support.valve import Valve

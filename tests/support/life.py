@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamina.bench.soak_pages import Pages, StreamDevice, content_of, content_of_run
 from lamina.board import TransferStatus
 from lamina.client import MISS, Gate, Retrieve, Store
 from lamina.errors import DeviceError
 from lamina.server.retrieve import RetrieveTransfer
 from lamina.server.sessions import Session
 from lamina.server.turns import at_once
+from lamina_lab.soak.pages import Pages, StreamDevice, content_of, content_of_run
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
 from tests.support.wait import eventually

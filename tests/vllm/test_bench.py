@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lamina.bench.vllm.compare import Verdict, figures, missed, verdicts
-from lamina.bench.vllm.results import load
-from lamina.bench.vllm.workload import Cell
+from lamina_lab.bench.vllm.compare import Verdict, figures, missed, verdicts
+from lamina_lab.bench.vllm.results import load
+from lamina_lab.bench.vllm.workload import Cell
 from tests.vllm.engine import ENVIRONMENT
 
 ARMS = ["floor", "layered:1", "whole:sync", "miss:store"]
@@ -18,7 +18,7 @@ ARMS = ["floor", "layered:1", "whole:sync", "miss:store"]
 def test_every_arm_is_measured_and_hits_give_the_floors_tokens(tmp_path: Path) -> None:
     """Exit 0 says: every request found what it was to find, alone with the floor's tokens."""
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "lamina.cli", "bench", "vllm", "--model", "tiny"]
+    command = [sys.executable, "-m", "lamina_lab", "bench", "vllm", "--model", "tiny"]
     command += ["--arms", ",".join(ARMS), "--cells", "512:1,384:4", "--streams", "384:4"]
     command += ["--repeats", "1", "--save", str(path)]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

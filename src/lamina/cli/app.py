@@ -1,4 +1,5 @@
-"""The `lamina` command."""
+"""The commands of the server and those that ask one; others come by entry points of the group
+`lamina.commands`: a `typer.Typer` with commands of its own, or a function, which is one."""
 
 from __future__ import annotations
 
@@ -7,36 +8,24 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from lamina import __version__, protocol
-from lamina.bench.cli import bench_app
+from lamina.cli.options import ADDRESS, ARENA, POSITIVE, SOCKET, ArenaSize
+from lamina.cli.status_view import status_data, status_view
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
-from lamina.errors import LaminaError, SettingsError
-from lamina.options import (
-    ADDRESS,
-    ARENA,
-    INSTALL_DEMO,
-    POSITIVE,
-    SOCKET,
-    ArenaSize,
-    check_installed,
-    check_writable,
-)
 from lamina.settings import (
     DEFAULT_CHUNK_TOKENS,
     ClientSettings,
     ServerSettings,
     default_socket,
 )
-from lamina.status_view import status_data, status_view
 
 app = typer.Typer(
     help="A KV-cache server that gives an engine its KV back layer by layer.",
@@ -44,11 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer names no other of click's
 _DEFAULT_SOCKET = default_socket()
 _DEFAULT_ARENA = ArenaSize(4 * 2**30)
 
-app.add_typer(bench_app, name="bench")
 SocketOption = Annotated[
     Path,
     typer.Option(
@@ -202,57 +189,6 @@ def log_level(
     _ask(socket, server_uid, lambda number: protocol.SetLogLevel(number, level))
 
 
-@app.command()
-def demo(
-    documents: Annotated[int, typer.Option(min=1, help="Documents in the cache.")] = 3,
-    hit_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a document.")] = 1024,
-    tail_tokens: Annotated[int, typer.Option(min=1, help="Fresh tokens after it.")] = 128,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 16,
-    layers_per_slice: Annotated[int, typer.Option(min=1, help="Width of a slice.")] = 1,
-    timeline: Annotated[Path | None, typer.Option(help="Where to put the picture.")] = Path(
-        "demo-timeline.png"
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Serve a small model with a cache on a throttled link, and compare four ways to load a hit.
-
-    Exits with 1 when any arm's logits differ from recomputing.
-    """
-    from lamina.demo.messages import DemoSpec
-    from lamina.demo.run import run_demo
-    from lamina.demo.show import draw_timeline, table_of
-
-    check_installed(
-        "threadpoolctl", *(["matplotlib"] if timeline is not None else []), remedy=INSTALL_DEMO
-    )
-    check_writable("--timeline", timeline)
-    spec = DemoSpec(
-        documents=documents,
-        hit_tokens=hit_tokens,
-        tail_tokens=tail_tokens,
-        layers=layers,
-        layers_per_slice=layers_per_slice,
-    )
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        result = run_demo(
-            spec,
-            lambda what, done, total: bar.update(
-                task, description=what, completed=done, total=total
-            ),
-        )
-    if timeline is not None:
-        draw_timeline(result.timelines, timeline)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
-    else:
-        Console().print(table_of(result))
-        if timeline is not None:
-            Console().print(f"Each layer's arrival against its computation: {timeline}")
-    if not all(arm.bit_identical for arm in result.arms):
-        raise typer.Exit(1)
-
-
 def _ask(
     socket: Path, server_uid: int | None, request: Callable[[int], protocol.Message]
 ) -> protocol.Reply:
@@ -266,31 +202,15 @@ def _ask(
         client.close()
 
 
-def main() -> None:
-    """Run the command; an error that is made on purpose is one line, not a trace.
-
-    Exits with 2 when what was asked for cannot be, and asking again is of no use, with 1 when it
-    failed.
-    """
-    try:
-        code = app(standalone_mode=False)
-    except _USAGE_ERROR as error:
-        said: str = error.format_message()  # type: ignore[attr-defined]
-        if not said:  # no command: its help has been printed
-            sys.exit(2)
-        _fail(f"{said.rstrip('.')}. See lamina --help", 2)
-    except LaminaError as error:
-        _fail(str(error), 2 if isinstance(error, SettingsError) else 1)
-    except typer.Abort:
-        _fail("interrupted", 130)
-    sys.exit(code or 0)
-
-
-def _fail(why: str, code: int) -> NoReturn:
-    typer.secho("lamina: ", fg="red", err=True, nl=False)
-    typer.echo(why, err=True)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
+def add_commands() -> None:
+    """Take in the commands of installed packages; one that cannot be loaded costs only itself."""
+    for entry in sorted(entry_points(group="lamina.commands"), key=lambda entry: entry.name):
+        try:
+            command = entry.load()
+        except Exception as error:  # whatever another package does when it is imported
+            typer.echo(f"lamina: {entry.name!r} is not available: {error}", err=True)
+            continue
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name)(command)

@@ -26,8 +26,6 @@ from lamina.settings import (
 
 _Value = TypeVar("_Value")
 
-INSTALL_DEMO = "In a checkout of Lamina: pip install '.[demo]'"
-
 
 @dataclass(frozen=True)
 class ArenaSize:

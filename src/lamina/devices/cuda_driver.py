@@ -36,10 +36,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(_handle), c_int),
     "cuCtxSetCurrent": (_handle,),
     "cuCtxGetDevice": (POINTER(c_int),),
-    "cuMemAlloc_v2": (POINTER(_pointer), c_size_t),
-    "cuMemFree_v2": (_pointer,),
     "cuMemGetAddressRange_v2": (POINTER(_pointer), POINTER(c_size_t), _pointer),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuIpcGetMemHandle": (c_void_p, _pointer),
     "cuIpcCloseMemHandle": (_pointer,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
@@ -58,9 +55,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (_handle,),
     "cuMemcpyHtoDAsync_v2": (_pointer, c_void_p, c_size_t, _handle),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _pointer, c_size_t, _handle),
-    "cuMemcpyHtoD_v2": (_pointer, c_void_p, c_size_t),
-    "cuMemcpyDtoH_v2": (c_void_p, _pointer, c_size_t),
-    "cuMemsetD8_v2": (_pointer, ctypes.c_ubyte, c_size_t),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
 
@@ -102,95 +96,63 @@ def _check(code: int, what: str) -> None:
         raise DeviceError(f"{what} failed: {reason} (CUDA error {code})", "See the driver's log")
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver by its name. Raises `DeviceError` unless it succeeds."""
     _check(getattr(_driver(), name)(*arguments), name)
 
 
 def device_uuids() -> list[str]:
     """The UUIDs of the visible GPUs, in order; raises `DeviceError` when there is no driver."""
-    _call("cuInit", 0)
+    call("cuInit", 0)
     count = c_int()
-    _call("cuDeviceGetCount", byref(count))
+    call("cuDeviceGetCount", byref(count))
     return [_uuid(index) for index in range(count.value)]
 
 
 def _uuid(device: int) -> str:
     text = ctypes.create_string_buffer(16)
-    _call("cuDeviceGetUuid_v2", text, device)
+    call("cuDeviceGetUuid_v2", text, device)
     return text.raw.hex()
 
 
 def pci_bus_id(device: int) -> str:
     """Where a GPU sits, as sysfs spells it."""
     text = ctypes.create_string_buffer(32)
-    _call("cuDeviceGetPCIBusId", text, len(text), device)
+    call("cuDeviceGetPCIBusId", text, len(text), device)
     return text.value.decode().lower()
 
 
 def current_device_uuid() -> str:
     """The UUID of the GPU whose context is current on this thread."""
     device = c_int()
-    _call("cuCtxGetDevice", byref(device))
+    call("cuCtxGetDevice", byref(device))
     return _uuid(device.value)
 
 
 def retain_primary_context(device: int) -> int:
     """The primary context of a GPU, made if need be; it stays until the process ends."""
-    _call("cuInit", 0)
+    call("cuInit", 0)
     context = c_void_p()
-    _call("cuDevicePrimaryCtxRetain", byref(context), device)
+    call("cuDevicePrimaryCtxRetain", byref(context), device)
     return int(context.value or 0)
 
 
 def set_context(context: int) -> None:
     """Make a context current on this thread."""
-    _call("cuCtxSetCurrent", context)
-
-
-def memory_info() -> tuple[int, int]:
-    """Free and total bytes of the current GPU."""
-    free, total = c_size_t(), c_size_t()
-    _call("cuMemGetInfo_v2", byref(free), byref(total))
-    return free.value, total.value
-
-
-def allocate(nbytes: int) -> int:
-    """Device memory."""
-    pointer = c_uint64()
-    _call("cuMemAlloc_v2", byref(pointer), nbytes)
-    return pointer.value
-
-
-def free(pointer: int) -> None:
-    _call("cuMemFree_v2", pointer)
-
-
-def fill(pointer: int, byte: int, nbytes: int) -> None:
-    """Set device memory to one byte."""
-    _call("cuMemsetD8_v2", pointer, byte, nbytes)
-
-
-def write(pointer: int, source: int, nbytes: int) -> None:
-    """Copy host memory to device memory and wait."""
-    _call("cuMemcpyHtoD_v2", pointer, source, nbytes)
-
-
-def read(target: int, pointer: int, nbytes: int) -> None:
-    """Copy device memory to host memory and wait."""
-    _call("cuMemcpyDtoH_v2", target, pointer, nbytes)
+    call("cuCtxSetCurrent", context)
 
 
 def address_range(pointer: int) -> tuple[int, int]:
     """Start and size of the allocation that holds `pointer`."""
     base, size = c_uint64(), c_size_t()
-    _call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
+    call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
     return base.value, size.value
 
 
 def ipc_handle(base: int) -> bytes:
     """A handle by which another process can open the allocation at `base`."""
     handle = _IpcHandle()
-    _call("cuIpcGetMemHandle", byref(handle), base)
+    call("cuIpcGetMemHandle", byref(handle), base)
     return bytes(handle)
 
 
@@ -198,71 +160,71 @@ def open_ipc(handle: bytes) -> int:
     """Map another process's allocation. One process can open a handle once at a time."""
     pointer = c_uint64()
     opened = _IpcHandle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", byref(pointer), opened, _IPC_LAZY_ENABLE_PEER_ACCESS)
+    call("cuIpcOpenMemHandle_v2", byref(pointer), opened, _IPC_LAZY_ENABLE_PEER_ACCESS)
     return pointer.value
 
 
 def close_ipc(pointer: int) -> None:
-    _call("cuIpcCloseMemHandle", pointer)
+    call("cuIpcCloseMemHandle", pointer)
 
 
 def pin(address: int, nbytes: int) -> None:
     """Pin host memory for all contexts and map it for the GPU."""
     flags = _HOST_REGISTER_PORTABLE | _HOST_REGISTER_DEVICEMAP
-    _call("cuMemHostRegister_v2", address, nbytes, flags)
+    call("cuMemHostRegister_v2", address, nbytes, flags)
 
 
 def unpin(address: int) -> None:
-    _call("cuMemHostUnregister", address)
+    call("cuMemHostUnregister", address)
 
 
 def device_pointer(address: int) -> int:
     """Where the GPU sees pinned host memory."""
     pointer = c_uint64()
-    _call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
+    call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
     return pointer.value
 
 
 def create_stream() -> int:
     """A stream that does not wait for the default stream."""
     stream = c_void_p()
-    _call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+    call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
     return int(stream.value or 0)
 
 
 def synchronize(stream: int) -> None:
-    _call("cuStreamSynchronize", stream)
+    call("cuStreamSynchronize", stream)
 
 
 def synchronize_context() -> None:
     """Wait for everything enqueued on any stream of the current context."""
-    _call("cuCtxSynchronize")
+    call("cuCtxSynchronize")
 
 
 def write_value(stream: int, pointer: int, value: int) -> None:
     """Enqueue a 32-bit store that follows everything before it, visible to the whole system."""
-    _call("cuStreamWriteValue32_v2", stream, pointer, value, _WRITE_WITH_BARRIER)
+    call("cuStreamWriteValue32_v2", stream, pointer, value, _WRITE_WITH_BARRIER)
 
 
 def wait_value(stream: int, pointer: int, value: int) -> None:
     """Enqueue a wait until the word reaches `value`, cyclically. Any CPU store can end it."""
-    _call("cuStreamWaitValue32_v2", stream, pointer, value, _WAIT_GEQ)
+    call("cuStreamWaitValue32_v2", stream, pointer, value, _WAIT_GEQ)
 
 
 def create_event() -> int:
     """An event without a time, whose waiters sleep."""
     event = c_void_p()
-    _call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING | _EVENT_BLOCKING_SYNC)
+    call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING | _EVENT_BLOCKING_SYNC)
     return int(event.value or 0)
 
 
 def record(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
+    call("cuEventRecord", event, stream)
 
 
 def wait_event(stream: int, event: int) -> None:
     """Make what is enqueued on `stream` from now on follow the event's last record."""
-    _call("cuStreamWaitEvent", stream, event, 0)
+    call("cuStreamWaitEvent", stream, event, 0)
 
 
 def is_recorded(event: int) -> bool:
@@ -276,13 +238,13 @@ def is_recorded(event: int) -> bool:
 
 def wait_recorded(event: int) -> None:
     """Sleep until everything before the event's record is done."""
-    _call("cuEventSynchronize", event)
+    call("cuEventSynchronize", event)
 
 
 def copy_one(target: int, source: int, nbytes: int, stream: int, *, to_device: bool) -> None:
     """Enqueue one copy between host and device memory; either may be pageable."""
     name = "cuMemcpyHtoDAsync_v2" if to_device else "cuMemcpyDtoHAsync_v2"
-    _call(name, target, source, nbytes, stream)
+    call(name, target, source, nbytes, stream)
 
 
 @cache

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from lamina.bench.vllm.cli import bench_vllm
+from lamina.cli.options import BYTES, COUNTS, POSITIVE, SIZES, Counts, Sizes, check_writable
 from lamina.errors import SettingsError
-from lamina.options import BYTES, COUNTS, POSITIVE, SIZES, Counts, Sizes, check_writable
+from lamina_lab.bench.vllm.cli import bench_vllm
 
 bench_app = typer.Typer(help="Measure, with every byte checked.", no_args_is_help=True)
 bench_app.command("vllm")(bench_vllm)
@@ -64,9 +64,9 @@ def bench_transfer(
 
     Exits with 1 when a byte was wrong.
     """
-    from lamina.bench.results import TransferSpec
-    from lamina.bench.show import transfer_table
-    from lamina.bench.transfer import run_transfer
+    from lamina_lab.bench.results import TransferSpec
+    from lamina_lab.bench.show import transfer_table
+    from lamina_lab.bench.transfer import run_transfer
 
     check_writable("--save", save)
     spec = TransferSpec(
@@ -116,7 +116,7 @@ def bench_simulate(
 
     All else is as measured for an 8B model on an H200; see docs/performance.md.
     """
-    from lamina.bench.simulate import Machine, Workload, run_cells, simulation_table
+    from lamina_lab.simulate import Machine, Workload, run_cells, simulation_table
 
     if max(hit_tokens) >= prompt_tokens:
         raise SettingsError(
@@ -155,9 +155,9 @@ def bench_soak(
 
     Exits with 1 on a wrong byte, a hang, a leak, or when a server's memory grew.
     """
-    from lamina.bench.show import soak_table
-    from lamina.bench.soak import run_soak
-    from lamina.bench.soak_results import SoakSpec
+    from lamina_lab.bench.show import soak_table
+    from lamina_lab.soak.results import SoakSpec
+    from lamina_lab.soak.run import run_soak
 
     check_writable("--save", save)
     spec = SoakSpec(

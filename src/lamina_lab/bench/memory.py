@@ -17,6 +17,7 @@ from lamina.devices.cuda import CudaWorkerDevice
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import SettingsError
 from lamina.linux import copy_between
+from lamina_lab import gpu_memory
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xA5
@@ -105,23 +106,23 @@ class CudaKvSpace(KvSpace):
         super().__init__(layers, layer_bytes)
 
     def allocate(self, nbytes: int) -> int:
-        return driver.allocate(nbytes)
+        return gpu_memory.allocate(nbytes)
 
     def write(self, address: int, data: Bytes) -> None:
-        driver.write(address, data.ctypes.data, data.nbytes)
+        gpu_memory.write(address, data.ctypes.data, data.nbytes)
 
     def read(self, address: int, nbytes: int) -> Bytes:
         data = np.empty(nbytes, np.uint8)
-        driver.read(data.ctypes.data, address, nbytes)
+        gpu_memory.read(data.ctypes.data, address, nbytes)
         return data
 
     def poison(self) -> None:
         for address in self.addresses:
-            driver.fill(address, POISON, self.layer_bytes)
+            gpu_memory.fill(address, POISON, self.layer_bytes)
 
     def link_gbps(self, nbytes: int, *, to_device: bool) -> float:
         host = np.full(nbytes, 1, np.uint8)
-        pointer, stream = driver.allocate(nbytes), driver.create_stream()
+        pointer, stream = gpu_memory.allocate(nbytes), driver.create_stream()
         driver.pin(host.ctypes.data, nbytes)
         target, source = (pointer, host.ctypes.data) if to_device else (host.ctypes.data, pointer)
         rates = []
@@ -131,12 +132,12 @@ class CudaKvSpace(KvSpace):
             driver.synchronize(stream)
             rates.append(nbytes / (time.perf_counter() - started) / 1e9)
         driver.unpin(host.ctypes.data)
-        driver.free(pointer)
+        gpu_memory.free(pointer)
         return max(rates)
 
     def bare_gbps(self, nbytes: int, piece_bytes: int) -> float | None:
         host = np.full(nbytes, 1, np.uint8)
-        pointer, stream = driver.allocate(nbytes), driver.create_stream()
+        pointer, stream = gpu_memory.allocate(nbytes), driver.create_stream()
         driver.pin(host.ctypes.data, nbytes)
         offsets = np.arange(nbytes // piece_bytes, dtype=np.int64) * piece_bytes
         sources = host.ctypes.data + offsets
@@ -151,7 +152,7 @@ class CudaKvSpace(KvSpace):
             driver.synchronize(stream)
             rates.append(nbytes / (time.perf_counter() - started) / 1e9)
         driver.unpin(host.ctypes.data)
-        driver.free(pointer)
+        gpu_memory.free(pointer)
         return max(rates)
 
 

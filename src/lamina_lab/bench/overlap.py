@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lamina.bench.results import Overlap
-from lamina.bench.worker import TransferBench
 from lamina.client import Gate, StepGates
 from lamina.errors import LaminaError
+from lamina_lab.bench.results import Overlap
+from lamina_lab.bench.worker import TransferBench
 
 _GEMM = 8192
 _STREAMED_BYTES = 4 << 30

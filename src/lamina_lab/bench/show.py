@@ -6,9 +6,9 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from lamina.bench.results import TransferResult
-from lamina.bench.soak_results import SoakReport
 from lamina.settings import size_text
+from lamina_lab.bench.results import TransferResult
+from lamina_lab.soak.results import SoakReport
 
 
 def transfer_table(result: TransferResult) -> Group:

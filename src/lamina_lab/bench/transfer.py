@@ -6,12 +6,12 @@ byte of every layer. Times are the engine's: from the call until the board says 
 
 from __future__ import annotations
 
-from lamina.bench.memory import kv_space
-from lamina.bench.overlap import measure_overlap
-from lamina.bench.processes import private_socket, server_process
-from lamina.bench.results import Cell, Overlap, TransferResult, TransferSpec
-from lamina.bench.worker import TransferBench
-from lamina.devices import cuda_driver
+from lamina_lab import gpu_memory
+from lamina_lab.bench.memory import kv_space
+from lamina_lab.bench.overlap import measure_overlap
+from lamina_lab.bench.processes import private_socket, server_process
+from lamina_lab.bench.results import Cell, Overlap, TransferResult, TransferSpec
+from lamina_lab.bench.worker import TransferBench
 
 
 def run_transfer(spec: TransferSpec) -> TransferResult:
@@ -56,4 +56,4 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
 
 
 def _free_gpu_bytes(spec: TransferSpec) -> int | None:
-    return cuda_driver.memory_info()[0] if spec.device == "cuda" else None
+    return gpu_memory.memory_info()[0] if spec.device == "cuda" else None

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from lamina import protocol
-from lamina.bench.memory import Bytes, KvSpace, kv_space
-from lamina.bench.results import Cell, TransferSpec
 from lamina.client import Client, Retrieve, Store
 from lamina.errors import LaminaError
 from lamina.geometry import BlockIds, Geometry, Group, Layer, PageMap, PlanePages
 from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings
+from lamina_lab.bench.memory import Bytes, KvSpace, kv_space
+from lamina_lab.bench.results import Cell, TransferSpec
 
 BLOCK_TOKENS = 16
 _BLOCKS_PER_CHUNK = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS

@@ -1,6 +1,6 @@
 """The demo's engine process: calibrates, populates the cache, then measures every arm.
 
-Run as `python -m lamina.demo.engine_process SPEC`; reports on standard output. It calibrates
+Run as `python -m lamina_lab.demo.engine_process SPEC`; reports on standard output. It calibrates
 before a server exists and waits for a line on standard input before it connects.
 """
 
@@ -16,7 +16,9 @@ import msgspec
 import numpy as np
 
 from lamina.client import Client, FixedPolicy, ReleasePolicy, Retrieve, WholePolicy
-from lamina.demo.messages import (
+from lamina.devices.host import HostWorkerDevice
+from lamina.settings import ClientSettings
+from lamina_lab.demo.messages import (
     ARMS,
     EARLY_RELEASE,
     NO_RELEASE,
@@ -29,12 +31,10 @@ from lamina.demo.messages import (
     Report,
     Timeline,
 )
-from lamina.devices.host import HostWorkerDevice
-from lamina.engines.reference.config import ReferenceConfig
-from lamina.engines.reference.engine import ReferenceEngine
-from lamina.engines.reference.model import ReferenceModel
-from lamina.engines.reference.request import Request
-from lamina.settings import ClientSettings
+from lamina_lab.reference.config import ReferenceConfig
+from lamina_lab.reference.engine import ReferenceEngine
+from lamina_lab.reference.model import ReferenceModel
+from lamina_lab.reference.request import Request
 
 _CALIBRATION_ROUNDS = 3
 _ARRIVAL_POLL_S = 200e-6

@@ -9,8 +9,9 @@ from statistics import median
 
 import msgspec
 
-from lamina.bench.processes import private_socket, python_process, server_process
-from lamina.demo.messages import (
+from lamina.errors import LaminaError
+from lamina_lab.bench.processes import private_socket, python_process, server_process
+from lamina_lab.demo.messages import (
     ARMS,
     RECOMPUTE,
     WHOLE,
@@ -20,7 +21,6 @@ from lamina.demo.messages import (
     Report,
     Timeline,
 )
-from lamina.errors import LaminaError
 
 _TIMELINES = 2
 """Hits that are watched for the picture: a whole one, and one with early release."""
@@ -126,7 +126,7 @@ def judge(
 
 
 def _engine_command(spec: DemoSpec) -> list[str]:
-    return ["-m", "lamina.demo.engine_process", msgspec.json.encode(spec).decode()]
+    return ["-m", "lamina_lab.demo.engine_process", msgspec.json.encode(spec).decode()]
 
 
 def _server_options(spec: DemoSpec, document_bytes: int, link_gbps: float) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from lamina.demo.messages import WHOLE, Timeline
-from lamina.demo.run import DemoResult
+from lamina_lab.demo.messages import WHOLE, Timeline
+from lamina_lab.demo.run import DemoResult
 
 _ARRIVES, _COMPUTES = "#4c78a8", "#f58518"
 _MOST_TICKS = 24

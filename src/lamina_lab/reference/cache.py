@@ -20,9 +20,9 @@ import numpy as np
 
 from lamina.board import TransferStatus
 from lamina.client import Batch, Client, Gate, Meters, Release, Retrieve, Store
-from lamina.engines.reference.blocks import BlockPool
-from lamina.engines.reference.request import Request
 from lamina.keys import KeyChain, Namespace
+from lamina_lab.reference.blocks import BlockPool
+from lamina_lab.reference.request import Request
 
 OK = TransferStatus.OK
 

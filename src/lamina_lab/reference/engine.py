@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from lamina.client import Client, Meters, StepGates
 from lamina.client.release import ReleasePolicy
-from lamina.engines.reference.blocks import BlockPool
-from lamina.engines.reference.cache import PrefixStore
-from lamina.engines.reference.config import ReferenceConfig
-from lamina.engines.reference.kv_memory import KVMemory
-from lamina.engines.reference.model import ReferenceModel, Span
-from lamina.engines.reference.request import Request, State
-from lamina.engines.reference.scheduler import Scheduler, Work
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.keys import Namespace
+from lamina_lab.reference.blocks import BlockPool
+from lamina_lab.reference.cache import PrefixStore
+from lamina_lab.reference.config import ReferenceConfig
+from lamina_lab.reference.kv_memory import KVMemory
+from lamina_lab.reference.model import ReferenceModel, Span
+from lamina_lab.reference.request import Request, State
+from lamina_lab.reference.scheduler import Scheduler, Work
 
 LayerHook = Callable[[int], None]
 

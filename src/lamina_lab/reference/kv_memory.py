@@ -13,7 +13,7 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from lamina.engines.reference.config import FloatArray, ReferenceConfig
+from lamina_lab.reference.config import FloatArray, ReferenceConfig
 
 
 class KVMemory:

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import ThreadpoolController
 
-from lamina.engines.reference.config import FloatArray, ReferenceConfig
-from lamina.engines.reference.kv_memory import KVMemory
-from lamina.engines.reference.weights import LayerWeights, Weights
+from lamina_lab.reference.config import FloatArray, ReferenceConfig
+from lamina_lab.reference.kv_memory import KVMemory
+from lamina_lab.reference.weights import LayerWeights, Weights
 
 NORM_EPSILON = np.float32(1e-5)
 """RMSNorm's, as in Llama."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lamina.client import Batch, Retrieve
-from lamina.engines.reference.blocks import BlockPool
-from lamina.engines.reference.cache import PrefixStore
-from lamina.engines.reference.request import Request, State
 from lamina.keys import KeyChain, Namespace
+from lamina_lab.reference.blocks import BlockPool
+from lamina_lab.reference.cache import PrefixStore
+from lamina_lab.reference.request import Request, State
 
 
 class Work(NamedTuple):

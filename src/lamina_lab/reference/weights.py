@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamina.engines.reference.config import FloatArray, ReferenceConfig
+from lamina_lab.reference.config import FloatArray, ReferenceConfig
 
 QUERY_KEY_GAIN = 1.5
 """Scores of standard deviation about 2: attention is far from a mean of all tokens, yet no token's

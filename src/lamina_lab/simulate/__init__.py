@@ -1,8 +1,8 @@
 """A model of an engine with a cache behind a link; see `engine`."""
 
-from lamina.bench.simulate.arms import ARMS, Cell, SimulationResult, run_cells, simulation_table
-from lamina.bench.simulate.engine import simulate
-from lamina.bench.simulate.model import Machine, Outcome, Workload
+from lamina_lab.simulate.arms import ARMS, Cell, SimulationResult, run_cells, simulation_table
+from lamina_lab.simulate.engine import simulate
+from lamina_lab.simulate.model import Machine, Outcome, Workload
 
 __all__ = [
     "ARMS",

@@ -9,9 +9,9 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from lamina.bench.simulate.engine import simulate
-from lamina.bench.simulate.model import Machine, Workload
 from lamina.client.release import AutoPolicy, FixedPolicy, ReleasePolicy, WholePolicy
+from lamina_lab.simulate.engine import simulate
+from lamina_lab.simulate.model import Machine, Workload
 
 FLOOR: Final = "floor"
 """Hits lie in GPU memory."""

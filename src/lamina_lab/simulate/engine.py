@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from lamina.bench.simulate.model import Machine, Outcome, Workload
 from lamina.client.release import Batch, Meters, ReleasePolicy
+from lamina_lab.simulate.model import Machine, Outcome, Workload
 
 
 @dataclass(eq=False)

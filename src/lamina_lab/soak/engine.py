@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lamina.bench.soak_pages import Pages, StreamDevice, chain, content_of_run
 from lamina.board import TransferStatus
 from lamina.client import Client, Lookup, Retrieve, Store
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.settings import ClientSettings
+from lamina_lab.soak.pages import Pages, StreamDevice, chain, content_of_run
 
 CHUNK_TOKENS, BLOCK_TOKENS = 64, 16
 BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS

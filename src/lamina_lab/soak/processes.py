@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 
 from lamina import protocol
-from lamina.bench.soak_engine import CHUNK_TOKENS
-from lamina.bench.soak_results import ServerLife, SoakSpec
-from lamina.bench.soak_worker import Progress
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.settings import ClientSettings
+from lamina_lab.soak.engine import CHUNK_TOKENS
+from lamina_lab.soak.results import ServerLife, SoakSpec
+from lamina_lab.soak.worker import Progress
 
 HANG_AFTER_S = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +29,7 @@ class EngineProcess:
     """One engine's process, its reports read by a thread."""
 
     def __init__(self, socket: Path, seed: int) -> None:
-        command = [sys.executable, "-m", "lamina.bench.soak_worker", str(socket), str(seed)]
+        command = [sys.executable, "-m", "lamina_lab.soak.worker", str(socket), str(seed)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -71,7 +71,7 @@ class WatchedServer:
         arguments = [str(socket), str(spec.arena_bytes), str(CHUNK_TOKENS)]
         self._warm_up_s = spec.warm_up_s
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lamina.bench.soak_server", *arguments]
+            [sys.executable, "-m", "lamina_lab.soak.server", *arguments]
         )
         self.started_s = time.monotonic()
         self.life = ServerLife(lived_s=0.0)

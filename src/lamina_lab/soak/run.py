@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from lamina.bench.processes import private_socket
-from lamina.bench.soak_processes import HANG_AFTER_S, EngineProcess, WatchedServer
-from lamina.bench.soak_results import (
+from lamina.errors import LaminaError
+from lamina_lab.bench.processes import private_socket
+from lamina_lab.soak.processes import HANG_AFTER_S, EngineProcess, WatchedServer
+from lamina_lab.soak.results import (
     ENGINE_KILLED,
     ENGINE_STOPPED,
     LANE_ERROR,
@@ -31,7 +32,6 @@ from lamina.bench.soak_results import (
     SoakReport,
     SoakSpec,
 )
-from lamina.errors import LaminaError
 
 FAULTS = {
     LANE_ERROR: 35,

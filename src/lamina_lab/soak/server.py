@@ -1,6 +1,6 @@
 """A server for the soak: `lamina serve` whose next copy fails each time it gets SIGUSR1.
 
-Run as `python -m lamina.bench.soak_server SOCKET ARENA_BYTES CHUNK_TOKENS`.
+Run as `python -m lamina_lab.soak.server SOCKET ARENA_BYTES CHUNK_TOKENS`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process of one engine of the soak.
 
-Run as `python -m lamina.bench.soak_worker SOCKET SEED`. It reports once a second on standard output
+Run as `python -m lamina_lab.soak.worker SOCKET SEED`. It reports once a second on standard output
 and goes on until a line comes on standard input; then it ends all its requests, and says what is
 left. Whatever may never happen ends it at once, with the reason as its last report.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.bench.soak_engine import SoakEngine, WrongBytesError
+from lamina_lab.soak.engine import SoakEngine, WrongBytesError
 
 REPORT_EVERY_S = 1.0
 PATIENCE_S = 60.0

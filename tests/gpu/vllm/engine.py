@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lamina.bench.vllm.models import MODELS, SEEDED, Model
+from lamina_lab.bench.vllm.models import MODELS, SEEDED, Model
 from tests.support.wait import eventually
 from tests.vllm.engine import POISON, Answer, Engine, Pages, connector_config
 
@@ -58,7 +58,7 @@ class GpuEngine(Engine):
             model=str(model),
             skip_tokenizer_init=True,
             load_format=SEEDED,
-            worker_extension_cls="lamina.bench.vllm.worker.WorkerExtension",
+            worker_extension_cls="lamina_lab.bench.vllm.worker.WorkerExtension",
             dtype=shape.dtype,
             block_size=shape.block_tokens,
             max_model_len=2048,

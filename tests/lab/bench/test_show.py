@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lamina.bench.results import Cell, TransferResult, TransferSpec
-from lamina.bench.show import transfer_table
-from lamina.bench.simulate import Machine, Workload, run_cells, simulation_table
+from lamina_lab.bench.results import Cell, TransferResult, TransferSpec
+from lamina_lab.bench.show import transfer_table
+from lamina_lab.simulate import Machine, Workload, run_cells, simulation_table
 from tests.support.shown import shown
 
 

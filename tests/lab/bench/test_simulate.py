@@ -10,9 +10,9 @@ import functools
 
 import pytest
 
-from lamina.bench.simulate import ARMS, Machine, Outcome, Workload, simulate
 from lamina.client import FixedPolicy, ReleaseQuery, WholePolicy
 from lamina.client.release import AutoPolicy, Release, ReleasePolicy
+from lamina_lab.simulate import ARMS, Machine, Outcome, Workload, simulate
 
 FIXED = {name: policy for name, policy in ARMS.items() if name != "auto"}
 

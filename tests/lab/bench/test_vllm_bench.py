@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from lamina.bench.vllm.arms import Source, parse_arm, parse_arms
-from lamina.bench.vllm.compare import (
+from lamina.errors import LaminaError, SettingsError
+from lamina_lab.bench.vllm.arms import Source, parse_arm, parse_arms
+from lamina_lab.bench.vllm.compare import (
     Verdict,
     bootstrap,
     figures,
@@ -19,11 +20,10 @@ from lamina.bench.vllm.compare import (
     ratio_of,
     verdicts,
 )
-from lamina.bench.vllm.models import MODELS
-from lamina.bench.vllm.results import Report, Sample, Start, load, save
-from lamina.bench.vllm.show import draw, is_correct, report_view
-from lamina.bench.vllm.workload import Cell, Workload, parse_cells
-from lamina.errors import LaminaError, SettingsError
+from lamina_lab.bench.vllm.models import MODELS
+from lamina_lab.bench.vllm.results import Report, Sample, Start, load, save
+from lamina_lab.bench.vllm.show import draw, is_correct, report_view
+from lamina_lab.bench.vllm.workload import Cell, Workload, parse_cells
 
 WORKLOAD = Workload(documents=2, document_tokens=64, prompt_tokens=100, vocabulary=512)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from lamina.demo.messages import (
+from lamina.errors import LaminaError
+from lamina_lab.demo.messages import (
     ARMS,
     EARLY_RELEASE,
     RECOMPUTE,
@@ -18,9 +19,8 @@ from lamina.demo.messages import (
     Measured,
     Timeline,
 )
-from lamina.demo.run import judge, run_demo
-from lamina.demo.show import draw_timeline, table_of
-from lamina.errors import LaminaError
+from lamina_lab.demo.run import judge, run_demo
+from lamina_lab.demo.show import draw_timeline, table_of
 from tests.support.shown import shown
 
 SPEC = DemoSpec(documents=3)

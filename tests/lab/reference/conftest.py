@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lamina.engines.reference.config import ReferenceConfig
-from tests.engines.reference.engines import (
+from lamina_lab.reference.config import ReferenceConfig
+from tests.lab.reference.engines import (
     PROMPT,
     SMALL,
     Engine,

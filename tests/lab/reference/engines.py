@@ -17,12 +17,12 @@ import numpy as np
 
 from lamina.client import Client, FixedPolicy, ReleasePolicy, WholePolicy
 from lamina.devices.host import HostWorkerDevice
-from lamina.engines.reference.config import FloatArray, ReferenceConfig
-from lamina.engines.reference.engine import ReferenceEngine
-from lamina.engines.reference.kv_memory import KVMemory
-from lamina.engines.reference.model import LayerHook, ReferenceModel, Span
-from lamina.engines.reference.request import Request, State
 from lamina.settings import ClientSettings
+from lamina_lab.reference.config import FloatArray, ReferenceConfig
+from lamina_lab.reference.engine import ReferenceEngine
+from lamina_lab.reference.kv_memory import KVMemory
+from lamina_lab.reference.model import LayerHook, ReferenceModel, Span
+from lamina_lab.reference.request import Request, State
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
 

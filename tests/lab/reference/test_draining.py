@@ -9,9 +9,9 @@ import pytest
 
 from lamina.board import TransferStatus
 from lamina.client import FixedPolicy
-from lamina.engines.reference.request import Request, State
 from lamina.errors import DeviceError
-from tests.engines.reference.engines import (
+from lamina_lab.reference.request import Request, State
+from tests.lab.reference.engines import (
     BLOCK,
     CHUNK,
     HIT,

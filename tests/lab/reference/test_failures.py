@@ -10,9 +10,9 @@ import pytest
 
 from lamina.board import TransferStatus
 from lamina.client import Gate, ReleasePolicy, WholePolicy
-from lamina.engines.reference.request import State
 from lamina.errors import DeviceError
-from tests.engines.reference.engines import (
+from lamina_lab.reference.request import State
+from tests.lab.reference.engines import (
     CHUNK,
     HIT,
     HIT_BLOCKS,

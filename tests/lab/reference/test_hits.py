@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lamina.client import AutoPolicy, FixedPolicy, ReleasePolicy, WholePolicy
-from lamina.engines.reference.request import State
-from tests.engines.reference.engines import (
+from lamina_lab.reference.request import State
+from tests.lab.reference.engines import (
     BLOCK,
     CHUNK,
     CHUNKS,

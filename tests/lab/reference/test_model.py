@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lamina.engines.reference.config import FloatArray, ReferenceConfig
-from lamina.engines.reference.kv_memory import KVMemory
-from lamina.engines.reference.model import ReferenceModel, Span
-from lamina.engines.reference.weights import Weights
+from lamina_lab.reference.config import FloatArray, ReferenceConfig
+from lamina_lab.reference.kv_memory import KVMemory
+from lamina_lab.reference.model import ReferenceModel, Span
+from lamina_lab.reference.weights import Weights
 
 IntArray = npt.NDArray[np.int64]
 

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lamina.bench.vllm.arms import OUR_ARMS
-from lamina.bench.vllm.results import Report, load, save
-from lamina.bench.vllm.workload import parse_cells
-from lamina.options import INSTALL_DEMO, check_installed, check_writable
+from lamina.cli.options import check_installed, check_writable
+from lamina_lab import INSTALL_LAB
+from lamina_lab.bench.vllm.arms import OUR_ARMS
+from lamina_lab.bench.vllm.results import Report, load, save
+from lamina_lab.bench.vllm.workload import parse_cells
 
 _ARMS = {
     "lamina": "floor,recompute,whole,layered:1,layered:1:sync,layered:1:no-release,layered:8:sync",
@@ -71,10 +72,10 @@ def bench_vllm(
     Documents seen before, each with a fresh tail; every arm on the same engine, in turn. Exits
     with 1 when a request's tokens were wrong or it did not find what it was to find.
     """
-    from lamina.bench.vllm.show import draw, is_correct, report_view
+    from lamina_lab.bench.vllm.show import draw, is_correct, report_view
 
     if plot is not None:
-        check_installed("matplotlib", remedy=INSTALL_DEMO)
+        check_installed("matplotlib", remedy=INSTALL_LAB)
     check_writable("--save", save_to)
     check_writable("--plot", plot)
     console = Console()
@@ -84,8 +85,8 @@ def bench_vllm(
             save(report, save_to)
     else:
         check_installed("torch", "vllm", remedy="Run it where vLLM is installed, and Lamina beside")
-        from lamina.bench.vllm.measure import BenchSpec
-        from lamina.bench.vllm.run import run_bench
+        from lamina_lab.bench.vllm.measure import BenchSpec
+        from lamina_lab.bench.vllm.run import run_bench
 
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lamina.bench.vllm.arms import AUTO, FLOOR
-from lamina.bench.vllm.results import Report, Sample, Start
-from lamina.bench.vllm.workload import Cell
+from lamina_lab.bench.vllm.arms import AUTO, FLOOR
+from lamina_lab.bench.vllm.results import Report, Sample, Start
+from lamina_lab.bench.vllm.workload import Cell
 
 TIE_MARGIN = 0.5
 """Logarithms this near may change places with another order of bfloat16 additions."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lamina import protocol
-from lamina.bench.processes import private_socket, started_server, wait_until_filled
-from lamina.bench.vllm.models import SEEDED, Model
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import LaminaError, SettingsError
 from lamina.settings import ClientSettings
+from lamina_lab.bench.processes import private_socket, started_server, wait_until_filled
+from lamina_lab.bench.vllm.models import SEEDED, Model
 
 CONNECTORS = ("lamina", "none", "offloading", "offloading-v2", "lmcache")
 _LMCACHE_PORT = 5555

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.bench.vllm.models import SEEDED, Model
 from lamina.errors import LaminaError
+from lamina_lab.bench.vllm.models import SEEDED, Model
 
 MAX_REQUESTS = 16
 _RESET_PATIENCE_S = 60.0
@@ -73,7 +73,7 @@ class Engine:
             "model": str(directory),
             "skip_tokenizer_init": True,
             "load_format": SEEDED,
-            "worker_extension_cls": "lamina.bench.vllm.worker.WorkerExtension",
+            "worker_extension_cls": "lamina_lab.bench.vllm.worker.WorkerExtension",
             "dtype": model.dtype,
             "block_size": model.block_tokens,
             "max_model_len": model.max_tokens,

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from lamina.bench.vllm.arms import Arm, Source
-from lamina.bench.vllm.connectors import Cache
-from lamina.bench.vllm.engine import Answer, Engine
-from lamina.bench.vllm.models import Model
-from lamina.bench.vllm.results import Report, Sample, Sensitivity, Start, StreamSample, save
-from lamina.bench.vllm.workload import Cell, Workload
 from lamina.errors import LaminaError
+from lamina_lab.bench.vllm.arms import Arm, Source
+from lamina_lab.bench.vllm.connectors import Cache
+from lamina_lab.bench.vllm.engine import Answer, Engine
+from lamina_lab.bench.vllm.models import Model
+from lamina_lab.bench.vllm.results import Report, Sample, Sensitivity, Start, StreamSample, save
+from lamina_lab.bench.vllm.workload import Cell, Workload
 
 _STREAMS = 8
 _STREAM_TOKENS = 4000

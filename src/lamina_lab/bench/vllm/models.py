@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from lamina.bench.vllm.workload import Workload
 from lamina.errors import SettingsError
+from lamina_lab.bench.vllm.workload import Workload
 
 SEEDED = "lamina_seeded"
 """The loader of `worker`; also what names its weights, which no file holds (`lamina.model_id`)."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.bench.vllm.workload import Cell, Workload
 from lamina.errors import LaminaError
+from lamina_lab.bench.vllm.workload import Cell, Workload
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,11 +13,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from lamina import __version__
-from lamina.bench.vllm.arms import parse_arms
-from lamina.bench.vllm.connectors import cache_of, runner_of
-from lamina.bench.vllm.measure import Bench, BenchSpec, Progress
-from lamina.bench.vllm.models import model_named
-from lamina.bench.vllm.results import Start
+from lamina_lab.bench.vllm.arms import parse_arms
+from lamina_lab.bench.vllm.connectors import cache_of, runner_of
+from lamina_lab.bench.vllm.measure import Bench, BenchSpec, Progress
+from lamina_lab.bench.vllm.models import model_named
+from lamina_lab.bench.vllm.results import Start
 
 
 def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:

@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from lamina.bench.vllm.arms import AUTO, FLOOR, HIT, RECOMPUTE
-from lamina.bench.vllm.compare import (
+from lamina_lab.bench.vllm.arms import AUTO, FLOOR, HIT, RECOMPUTE
+from lamina_lab.bench.vllm.compare import (
     Figure,
     Ratio,
     Verdict,
@@ -22,8 +22,8 @@ from lamina.bench.vllm.compare import (
     shortened,
     verdicts,
 )
-from lamina.bench.vllm.results import Report, Start
-from lamina.bench.vllm.workload import Cell
+from lamina_lab.bench.vllm.results import Report, Start
+from lamina_lab.bench.vllm.workload import Cell
 
 
 def is_correct(report: Report) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from lamina.bench.vllm.models import SEEDED
+from lamina_lab.bench.vllm.models import SEEDED
 
 _SEED = 1234
 _GAINS = {
