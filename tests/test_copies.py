@@ -217,7 +217,7 @@ class Memory:
             self.host[host : host + size] = self.engine[engine : engine + size]
             self.host_writes[host : host + size] += 1
 
-    def load(self, copies: CopyList) -> None:
+    def retrieve(self, copies: CopyList) -> None:
         """Execute a copy list from host to engine."""
         for engine, host, size in self._offsets(copies):
             self.engine[engine : engine + size] = self.host[host : host + size]
@@ -266,10 +266,10 @@ def test_any_geometry_is_copied_byte_for_byte_once_and_nothing_else_is_touched(
 
     memory.host[:] = before_host
     for part in slices:
-        memory.load(memory.plan.copies(part.first_layer, part.end_layer))
+        memory.retrieve(memory.plan.copies(part.first_layer, part.end_layer))
     assert np.array_equal(memory.engine_writes, once_engine)
     assert np.array_equal(memory.engine, expected_engine)
-    assert np.array_equal(memory.host, before_host), "a load wrote to the host"
+    assert np.array_equal(memory.host, before_host), "a retrieve wrote to the host"
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -397,12 +397,12 @@ def test_every_width_on_32_layers_equals_whole_byte_for_byte(width: int, planes:
     layout = plain_layout(layers=32, planes=planes, chunks=3, page_bytes=7)
     whole, layered = Memory(layout), Memory(layout)
     whole.store(whole.plan.copies(0, 32))
-    whole.load(whole.plan.copies(0, 32))
+    whole.retrieve(whole.plan.copies(0, 32))
     slices = layout.geometry.slices(width)
     for part in slices:
         layered.store(layered.plan.copies(part.first_layer, part.end_layer))
     for part in slices:
-        layered.load(layered.plan.copies(part.first_layer, part.end_layer))
+        layered.retrieve(layered.plan.copies(part.first_layer, part.end_layer))
     assert np.array_equal(layered.host, whole.host)
     assert np.array_equal(layered.engine, whole.engine)
     assert np.array_equal(layered.host_writes, whole.host_writes)

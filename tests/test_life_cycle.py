@@ -43,7 +43,7 @@ PROMPTS = {
 engines = st.integers(0, ENGINES - 1)
 requests = st.sampled_from(["r0", "r1", "r2"])
 prompts = st.sampled_from(sorted(PROMPTS))
-directions = st.sampled_from(["loads", "stores"])
+directions = st.sampled_from(["retrieves", "stores"])
 widths = st.integers(1, len(GEOMETRY.layers))
 
 
@@ -94,7 +94,7 @@ class LifeCycle(RuleBasedStateMachine):
             self.world.settle()
             life.poll()
         if held:
-            self._valve("loads").close()
+            self._valve("retrieves").close()
 
     @rule(engine=engines, request=requests, prompt=prompts)
     def look_up(self, engine: int, request: str, prompt: str) -> None:
@@ -125,12 +125,12 @@ class LifeCycle(RuleBasedStateMachine):
         ticketed: bool,
         computed: bool,
     ) -> None:
-        """As an engine does: load what is found, store what is not."""
+        """As an engine does: retrieve what is found, store what is not."""
         life = self.world.lives[engine]
         life.poll()
         found = life.lookup(request, PROMPTS[prompt])
         if found:
-            life.load(request, first_block, width, release_after, ticketed)
+            life.retrieve(request, first_block, width, release_after, ticketed)
         if found < len(PROMPTS[prompt]):
             life.store(PROMPTS[prompt], found)
         if computed:
@@ -138,10 +138,10 @@ class LifeCycle(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.leased)
     @rule(number=st.integers(0, 7), first_block=st.integers(0, 15), width=widths)
-    def load(self, number: int, first_block: int, width: int) -> None:
+    def retrieve(self, number: int, first_block: int, width: int) -> None:
         """With a lease that may have run out, or that another retrieve is using."""
         life, request = self.world.leased[number % len(self.world.leased)]
-        life.load(request, first_block, width, 1, ticketed=False)
+        life.retrieve(request, first_block, width, 1, ticketed=False)
 
     @rule(engine=engines, prompt=prompts, first=st.integers(0, 3))
     def store(self, engine: int, prompt: str, first: int) -> None:
@@ -171,20 +171,20 @@ class LifeCycle(RuleBasedStateMachine):
         life, request = self.world.leased[number % len(self.world.leased)]
         life.end_lease(request)
 
-    @precondition(lambda self: self.world.loads)
+    @precondition(lambda self: self.world.retrieves)
     @rule(number=st.integers(0, 7), prompt=prompts)
     def preempt(self, number: int, prompt: str) -> None:
         """A request in flight begins again, on other pages."""
-        life, load = self.world.loads[number % len(self.world.loads)]
-        life.end_request(load.retrieve.request)
-        if life.lookup(load.retrieve.request, PROMPTS[prompt]):
-            life.load(load.retrieve.request, 0, 1, 1, ticketed=False)
+        life, retrieve = self.world.retrieves[number % len(self.world.retrieves)]
+        life.end_request(retrieve.retrieve.request)
+        if life.lookup(retrieve.retrieve.request, PROMPTS[prompt]):
+            life.retrieve(retrieve.retrieve.request, 0, 1, 1, ticketed=False)
 
-    @precondition(lambda self: self.world.loads)
+    @precondition(lambda self: self.world.retrieves)
     @rule(number=st.integers(0, 7))
     def cancel(self, number: int) -> None:
-        life, load = self.world.loads[number % len(self.world.loads)]
-        life.cancel(load)
+        life, retrieve = self.world.retrieves[number % len(self.world.retrieves)]
+        life.cancel(retrieve)
 
     @precondition(lambda self: self.world.busy and self.may_happen("deadlines", 2))
     @rule(number=st.integers(0, 7))
@@ -224,10 +224,10 @@ class LifeCycle(RuleBasedStateMachine):
     def hold(self, direction: str) -> None:
         self._valve(direction).close()
 
-    @precondition(lambda self: self._valve("loads").is_holding)
+    @precondition(lambda self: self._valve("retrieves").is_holding)
     @rule(copies=st.integers(1, 5))
     def let_slices_pass(self, copies: int) -> None:
-        self._valve("loads").let_pass(copies)
+        self._valve("retrieves").let_pass(copies)
 
     @precondition(lambda self: self._valve("stores").is_holding)
     @rule(copies=st.integers(1, 5))
@@ -274,7 +274,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     def _valve(self, direction: str) -> Valve:
         device = self.world.server.device
-        return device.loads if direction == "loads" else device.stores
+        return device.retrieves if direction == "retrieves" else device.stores
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def servers() -> Iterator[Servers]:
 def test_any_life_of_engines_keeps_the_invariants(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamina.server.lane._MAX_YIELD_S", 0.001)  # loads are often held here
+    monkeypatch.setattr("lamina.server.lane._MAX_YIELD_S", 0.001)  # retrieves are often held here
     monkeypatch.setattr(LifeCycle, "servers", servers, raising=False)
     run_state_machine_as_test(
         LifeCycle,

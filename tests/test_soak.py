@@ -28,7 +28,7 @@ WEIGHTS = {
     "poll": 30,
     "compute": 12,
     "store": 6,
-    "load": 5,
+    "retrieve": 5,
     "finish_or_abort": 8,
     "preempt": 4,
     "cancel": 4,
@@ -62,7 +62,7 @@ class Soak:
 
     def valve(self) -> Valve:
         device = self.world.server.device
-        return self.random.choice([device.loads, device.loads, device.stores])
+        return self.random.choice([device.retrieves, device.retrieves, device.stores])
 
     def serve(self) -> None:
         life, keys = self.life(), self.prompt()
@@ -71,7 +71,7 @@ class Soak:
         if found:
             width = self.random.randint(1, len(GEOMETRY.layers))
             first_block = self.random.choice([0, 0, 1, 3, 4, 9])
-            life.load(request, first_block, width, 1, ticketed=self.random.random() < 0.2)
+            life.retrieve(request, first_block, width, 1, ticketed=self.random.random() < 0.2)
         if found < len(keys):
             life.store(keys, found)
 
@@ -79,10 +79,10 @@ class Soak:
         keys = self.prompt()
         self.life().store(keys, self.random.randrange(len(keys)))
 
-    def load(self) -> None:
+    def retrieve(self) -> None:
         if leased := self.world.leased:
             life, request = self.random.choice(leased)
-            life.load(request, 0, self.random.randint(1, 4), 1, ticketed=False)
+            life.retrieve(request, 0, self.random.randint(1, 4), 1, ticketed=False)
 
     def poll(self) -> None:
         self.life().poll()
@@ -96,15 +96,15 @@ class Soak:
             life.end_request(request)
 
     def preempt(self) -> None:
-        if loads := self.world.loads:
-            life, load = self.random.choice(loads)
-            life.end_request(load.retrieve.request)
-            life.lookup(load.retrieve.request, self.prompt())
+        if retrieves := self.world.retrieves:
+            life, retrieve = self.random.choice(retrieves)
+            life.end_request(retrieve.retrieve.request)
+            life.lookup(retrieve.retrieve.request, self.prompt())
 
     def cancel(self) -> None:
-        if loads := self.world.loads:
-            life, load = self.random.choice(loads)
-            life.cancel(load)
+        if retrieves := self.world.retrieves:
+            life, retrieve = self.random.choice(retrieves)
+            life.cancel(retrieve)
 
     def not_needed(self) -> None:
         if leased := self.world.leased:
@@ -143,7 +143,7 @@ class Soak:
 def test_after_10000_operations_nothing_is_held_and_no_byte_was_wrong(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamina.server.lane._MAX_YIELD_S", 0.001)  # loads are often held here
+    monkeypatch.setattr("lamina.server.lane._MAX_YIELD_S", 0.001)  # retrieves are often held here
     server = ServerThread(socket_path, arena_bytes=ARENA_CHUNKS * GEOMETRY.chunk_bytes)
     world = World(server, ENGINES)
     try:

@@ -3,13 +3,12 @@
 
     scripts/gpu/kill_vllm.py [--rounds 20] [--requests 20] [--model llama-3.1-8b] [--save FILE]
 
-Each round a server holds its loads while vLLM has so many in flight and its forward waits for the
-slices of the last one; then the server gets SIGKILL. Every request must answer as without a cache,
-or end in an error of its own; the first must do so within a second of the kill. All prompts end
-alike, so that their tokens depend on what is to be loaded, and KV memory is zeros before each
-round. On a GPU vLLM computes independently of batches (VLLM_BATCH_INVARIANT), so that tokens can be
-compared.
-Then another server is started: vLLM must hit in it, without being told.
+Each round a server holds its retrieves while vLLM has so many in flight and its forward waits for
+the slices of the last one; then the server gets SIGKILL. Every request must answer as without a
+cache, or end in an error of its own; the first must do so within a second of the kill. All prompts
+end alike, so that their tokens depend on what is to be retrieved, and KV memory is zeros before
+each round. On a GPU vLLM computes independently of batches (VLLM_BATCH_INVARIANT), so that tokens
+can be compared. Then another server is started: vLLM must hit in it, without being told.
 
 Run it where vLLM is, after `source scripts/gpu/env.sh` on a GPU host; `--model tiny` runs on vLLM's
 CPU build. Exits with 1 when anything was not as it must be.
@@ -41,7 +40,7 @@ VERDICTS = ("same", "tie", "error", "wrong")
 
 
 def serve(socket: str, arena_bytes: int, chunk_tokens: int) -> None:
-    """A server whose loads wait from SIGUSR1 on; SIGUSR2 lets three copies pass."""
+    """A server whose retrieves wait from SIGUSR1 on; SIGUSR2 lets three copies pass."""
     from lamina.devices.base import Direction
     from lamina.devices.cuda import server_devices
     from lamina.devices.host import HostServerDevice
@@ -71,7 +70,7 @@ def serve(socket: str, arena_bytes: int, chunk_tokens: int) -> None:
 
         def stream(self, direction: Any) -> Any:
             stream = self._stream(direction)
-            return Stream(stream) if direction is Direction.LOAD else stream
+            return Stream(stream) if direction is Direction.RETRIEVE else stream
 
     def hold(*_: object) -> None:
         holding.set()
@@ -120,7 +119,7 @@ class HeldServer:
         until_s = time.monotonic() + PATIENCE_S
         while self.gauge("queued_transfers") < transfers:
             if time.monotonic() > until_s:
-                raise SystemExit(f"only {self.gauge('queued_transfers'):g} loads are in flight")
+                raise SystemExit(f"only {self.gauge('queued_transfers'):g} retrieves are in flight")
             await asyncio.sleep(0.01)
 
     def kill(self) -> None:
@@ -178,10 +177,10 @@ class Killer:
         """What the prompts give without a cache."""
         for prompt in self._prompts:
             self._expected.append(
-                await self._engine.ask(prompt, {"lamina.load": False}, NEW_TOKENS, True)
+                await self._engine.ask(prompt, {"lamina.retrieve": False}, NEW_TOKENS, True)
             )
         if len({tuple(answer.tokens) for answer in self._expected}) < 0.9 * len(self._prompts):
-            raise SystemExit("tokens do not depend on what is loaded: nothing could be seen")
+            raise SystemExit("tokens do not depend on what is retrieved: nothing could be seen")
 
     async def round(self, number: int) -> None:
         server = HeldServer(self._socket, self._arena_bytes, self._model.chunk_tokens)
@@ -219,7 +218,7 @@ class Killer:
     async def _hit_again(self, ready_s: float) -> float:
         """Until vLLM hits at the new server; returns how long that took, in ms."""
         while time.perf_counter() - ready_s < PATIENCE_S:
-            await self._engine.ask(self._prompts[0], {"lamina.load": False}, 1)
+            await self._engine.ask(self._prompts[0], {"lamina.retrieve": False}, 1)
             await self._engine.forget()
             answer = await self._engine.ask(self._prompts[0], None, 1)
             await self._engine.forget()
@@ -228,7 +227,7 @@ class Killer:
         raise SystemExit("vLLM does not hit at the new server")
 
     async def _store_all(self) -> None:
-        asked = [self._engine.ask(p, {"lamina.load": False}, 1) for p in self._prompts]
+        asked = [self._engine.ask(p, {"lamina.retrieve": False}, 1) for p in self._prompts]
         await asyncio.gather(*asked)
 
     async def _ask(self, number: int, release_after: int) -> tuple[str, float]:

@@ -123,10 +123,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     server_uid: int | None = None
     """A user besides the engine's own whose server is trusted. None: no other's."""
     layerwise_overlap: Overlap = AUTO
-    """Layers a slice; `WHOLE` moves all at once, `AUTO` decides for each load."""
+    """Layers a slice; `WHOLE` moves all at once, `AUTO` decides for each retrieve."""
     release_after_slices: int | None = None
     """How many slices must have landed before a request is released to compute, 0 for a
-    synchronous load. None: `AUTO` decides, and any other overlap releases after the first."""
+    synchronous retrieve. None: `AUTO` decides, and any other overlap releases after the first."""
     chunk_tokens: int | None = None
     """Refuse a server with another chunk size; None takes the server's."""
     connect_timeout_ms: int = 5_000

@@ -11,7 +11,7 @@ from lamina.settings import ClientSettings
 
 
 def query(layers: int = 32) -> ReleaseQuery:
-    return ReleaseQuery(layers, load_tokens=1024, compute_tokens=64)
+    return ReleaseQuery(layers, retrieve_tokens=1024, compute_tokens=64)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 32])
@@ -34,9 +34,9 @@ def test_a_width_above_the_layers_moves_them_all_at_once() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 1_000_000), st.integers(1, 1_000_000))
-def test_a_fixed_policy_does_not_look_at_tokens(layers: int, load: int, compute: int) -> None:
+def test_a_fixed_policy_does_not_look_at_tokens(layers: int, retrieve: int, compute: int) -> None:
     policy = FixedPolicy(4, 2)
-    assert policy.decide(ReleaseQuery(layers, load, compute)) == policy.decide(query(layers))
+    assert policy.decide(ReleaseQuery(layers, retrieve, compute)) == policy.decide(query(layers))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_overlap_setting_chooses_the_policy(overlap: object, policy: object)
 
 @pytest.mark.parametrize("release_after_slices", [0, 1, 7])
 @pytest.mark.parametrize(("overlap", "width"), [(0, 32), (2, 2)])
-def test_the_release_setting_reaches_the_policy_of_whole_and_of_layered_loads(
+def test_the_release_setting_reaches_the_policy_of_whole_and_of_layered_retrieves(
     overlap: int, width: int, release_after_slices: int
 ) -> None:
     parsed = ClientSettings(layerwise_overlap=overlap, release_after_slices=release_after_slices)

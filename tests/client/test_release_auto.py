@@ -35,8 +35,8 @@ batches = st.builds(
     prefilling=st.integers(0, 8),
     prefill_tokens=st.integers(0, 8192),
     gated_s=st.floats(0, 1),
-    loading=st.integers(0, 16),
-    loading_tokens=st.integers(0, 100_000),
+    retrieving=st.integers(0, 16),
+    retrieving_tokens=st.integers(0, 100_000),
     waiting=st.integers(0, 100),
 )
 queries = st.builds(
@@ -62,18 +62,18 @@ def test_every_question_has_an_answer_that_can_be_carried_out(asked: ReleaseQuer
     slices = -(-asked.layers // release.layers_per_slice)
     assert 1 <= release.layers_per_slice <= asked.layers
     assert 0 <= release.release_after_slices <= slices
-    assert 0 <= tokens <= asked.load_tokens
-    assert tokens == 0 or (asked.load_tokens - tokens) % asked.chunk_tokens == 0
+    assert 0 <= tokens <= asked.retrieve_tokens
+    assert tokens == 0 or (asked.retrieve_tokens - tokens) % asked.chunk_tokens == 0
     assert (release.reason is Reason.RECOMPUTED) == (tokens == 0)
     assert release == DECIDE(asked)
 
 
 @thorough
 @given(queries)
-def test_who_is_loading_is_not_overtaken(asked: ReleaseQuery) -> None:
-    busy = asked._replace(batch=asked.batch._replace(loading=1), lane_busy_s=0.01)
+def test_who_is_retrieving_is_not_overtaken(asked: ReleaseQuery) -> None:
+    busy = asked._replace(batch=asked.batch._replace(retrieving=1), lane_busy_s=0.01)
     release = DECIDE(busy)
-    assert release.release_after_slices > 0 or release.load_tokens == 0
+    assert release.release_after_slices > 0 or release.retrieve_tokens == 0
 
 
 @thorough
@@ -87,7 +87,7 @@ def test_alone_on_an_idle_lane_nobody_is_held(asked: ReleaseQuery) -> None:
 @thorough
 @given(queries, st.floats(1, 10))
 def test_a_slower_link_never_promises_an_earlier_token(asked: ReleaseQuery, times: float) -> None:
-    """But for the gain below which it does not bother to shorten a load. Where steps are all as
+    """But for the gain below which it does not bother to shorten a retrieve. Where steps are all as
     fast as they seem: else a slow link may be reason enough to trust them, and a quick one not."""
     alone = asked._replace(batch=Batch(), lane_busy_s=0.0)
     if alone.speed is None or alone.speed.compute_s_per_token is None:
@@ -103,12 +103,14 @@ def test_a_slower_link_never_promises_an_earlier_token(asked: ReleaseQuery, time
 
 @thorough
 @given(queries)
-def test_loading_is_never_promised_to_take_longer_than_computing_all(asked: ReleaseQuery) -> None:
+def test_retrieving_is_never_promised_to_take_longer_than_computing_all(
+    asked: ReleaseQuery,
+) -> None:
     """At the pace of the slowest step of late. Nobody else is delayed here."""
     alone = asked._replace(batch=Batch(), lane_busy_s=0.0, engine_busy_s=0.0)
     if alone.speed is None or alone.speed.compute_s_per_token is None:
         return
-    tokens = alone.load_tokens * 1.1 + alone.compute_tokens
+    tokens = alone.retrieve_tokens * 1.1 + alone.compute_tokens
     token_s = max(alone.speed.compute_s_per_token, alone.speed.slowest_compute_s_per_token)
     all_s = max(alone.speed.least_prefill_s, tokens * token_s)
     promised_s = DECIDE(alone).first_token_s
@@ -121,7 +123,7 @@ def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(hit: int)
     """Layer l is read at kτ + d + lc and must have landed at (l+1)τ: design.md, section 6."""
     asked = query(hit, batch=Batch(decoding=8), engine_busy_s=0.0)
     release = DECIDE(asked._replace(lane_busy_s=0.03))
-    assert release.reason is Reason.HELD
+    assert release.reason is Reason.OUTSIDE
     assert release.layers_per_slice == 1
     layer_copy_s = hit * H200.copy_s_per_token / 32
     step_s = max(H200.least_prefill_s, min(2048, 15_154 - hit) * 33e-6)
@@ -139,34 +141,34 @@ def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(hit: int)
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "loaded", "after"),
+    ("asked", "reason", "retrieved", "after"),
     [
         (query(12_288), Reason.HIDDEN, 12_288, 0),
         (query(14_336), Reason.ALONE, 14_336, 0),
         (query(15_104), Reason.ALONE, 15_104, 0),
         (query(12_288, batch=Batch(decoding=8)), Reason.HIDDEN, 12_288, 0),
-        (query(14_336, batch=Batch(loading=1), lane_busy_s=0.03), Reason.HELD, 14_336, 6),
+        (query(14_336, batch=Batch(retrieving=1), lane_busy_s=0.03), Reason.OUTSIDE, 14_336, 6),
     ],
 )
-def test_on_an_h200(asked: ReleaseQuery, reason: Reason, loaded: int, after: int) -> None:
-    """Compute-bound, balanced, link-bound; beside streams; behind another load."""
+def test_on_an_h200(asked: ReleaseQuery, reason: Reason, retrieved: int, after: int) -> None:
+    """Compute-bound, balanced, link-bound; beside streams; behind another retrieve."""
     release = DECIDE(asked)
-    assert (release.reason, release.tokens_of(asked)) == (reason, loaded)
-    if release.reason is not Reason.HELD:
+    assert (release.reason, release.tokens_of(asked)) == (reason, retrieved)
+    if release.reason is not Reason.OUTSIDE:
         assert release.release_after_slices == after
 
 
 def test_streams_do_not_wait_for_a_long_hit() -> None:
     """A step that waits is paid by every stream; the request itself hardly loses by being held."""
     few_tokens = query(15_104, batch=Batch(decoding=8))
-    assert DECIDE(few_tokens).reason is Reason.HELD
+    assert DECIDE(few_tokens).reason is Reason.OUTSIDE
 
 
 def test_a_link_slower_than_computing_is_not_used() -> None:
     slow = H200._replace(copy_s_per_token=100e-6)
     release = DECIDE(query(14_336, speed=slow, lane_busy_s=1.0))
     assert release.reason is Reason.RECOMPUTED
-    assert release.load_tokens == 0
+    assert release.retrieve_tokens == 0
 
 
 def test_a_link_about_as_slow_as_computing_is_shared_with_it() -> None:
@@ -178,7 +180,7 @@ def test_a_link_about_as_slow_as_computing_is_shared_with_it() -> None:
     assert release.first_token_s == pytest.approx(14_400 * 33e-6 / 2, rel=0.1)
 
 
-def test_others_who_could_compute_make_it_load_more() -> None:
+def test_others_who_could_compute_make_it_retrieve_more() -> None:
     """The GPU is theirs as well."""
     slow = H200._replace(copy_s_per_token=10e-6)
     alone, crowded = (query(15_104, speed=slow, batch=Batch(waiting=n)) for n in (0, 4))
@@ -186,7 +188,7 @@ def test_others_who_could_compute_make_it_load_more() -> None:
 
 
 def test_a_hit_is_not_shortened_on_the_word_of_steps_that_seemed_too_fast() -> None:
-    """A load that is too short costs more than one that is too long."""
+    """A retrieve that is too short costs more than one that is too long."""
     sure = H200._replace(copy_s_per_token=10e-6)
     wrong = sure._replace(compute_s_per_token=4e-6, slowest_compute_s_per_token=33e-6)
     asked, misled = (query(15_104, speed=speed) for speed in (sure, wrong))

@@ -20,30 +20,30 @@ def query(hit: int, prompt: int, **changes: Any) -> ReleaseQuery:
 
 def test_who_is_held_behind_others_is_held_until_a_step_that_waits_for_slices_is_over() -> None:
     """That step would take 20 ms; the lane that it waits for is free in 50."""
-    batch = Batch(prefilling=1, prefill_tokens=100, loading=1, loading_tokens=2000)
+    batch = Batch(prefilling=1, prefill_tokens=100, retrieving=1, retrieving_tokens=2000)
     asked, gated = (
         query(14_336, 15_154, lane_busy_s=0.05, batch=batch._replace(gated_s=gated_s))
         for gated_s in (0.0, 0.05)
     )
     early, late = DECIDE(asked), DECIDE(gated)
-    assert early.reason is late.reason is Reason.HELD
+    assert early.reason is late.reason is Reason.OUTSIDE
     assert late.release_after_slices > early.release_after_slices
     assert early.first_token_s is not None
     assert late.first_token_s == pytest.approx(early.first_token_s + 0.05 - 0.02)
 
 
-@pytest.mark.parametrize(("times", "is_loaded"), [(1.0, True), (1.17, True), (1.3, False)])
+@pytest.mark.parametrize(("times", "is_retrieved"), [(1.0, True), (1.17, True), (1.3, False)])
 def test_a_hit_is_computed_only_where_that_is_much_sooner_as_measured(
-    times: float, is_loaded: bool
+    times: float, is_retrieved: bool
 ) -> None:
     """All of it or nothing; the link is that many times slower than computing."""
     slow = H200._replace(copy_s_per_token=33e-6 * times)
     asked = query(14_336, 14_400, speed=slow, chunk_tokens=14_336, step_tokens=16_384)
-    assert bool(DECIDE(asked).tokens_of(asked)) is is_loaded
+    assert bool(DECIDE(asked).tokens_of(asked)) is is_retrieved
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 8])
-@pytest.mark.parametrize(("engine_busy_s", "reason"), [(0.02, Reason.HELD), (0.04, Reason.HIDDEN)])
+@pytest.mark.parametrize(("engine_busy_s", "reason"), [(0.02, Reason.OUTSIDE), (0.04, Reason.HIDDEN)])
 def test_a_busy_lane_is_joined_in_step_only_where_the_engine_is_busy_for_longer(
     engine_busy_s: float, reason: Reason, decoding: int
 ) -> None:
@@ -53,4 +53,4 @@ def test_a_busy_lane_is_joined_in_step_only_where_the_engine_is_busy_for_longer(
         query(12_288, 15_154, lane_busy_s=0.03, engine_busy_s=engine_busy_s, batch=batch)
     )
     assert release.reason is reason
-    assert bool(release.release_after_slices) is (reason is Reason.HELD)
+    assert bool(release.release_after_slices) is (reason is Reason.OUTSIDE)

@@ -87,7 +87,7 @@ def test_jobs_whose_end_never_comes_are_forgotten() -> None:
     assert len(queue) == MOST_JOBS
 
 
-def test_the_links_speed_is_learned_from_the_first_load_without_its_queueing() -> None:
+def test_the_links_speed_is_learned_from_the_first_retrieve_without_its_queueing() -> None:
     copies = CopyMeter(TOKEN_BYTES)
     assert copies.s_per_token == pytest.approx(PRIOR_S)
     copies.begin(1, 8192, 0.0)
@@ -99,7 +99,7 @@ def test_the_links_speed_is_learned_from_the_first_load_without_its_queueing() -
 
 
 @pytest.mark.parametrize("nbytes", [0, LEAST_COPY_BYTES - 1])
-def test_failed_and_tiny_loads_say_nothing_about_the_link(nbytes: int) -> None:
+def test_failed_and_tiny_retrieves_say_nothing_about_the_link(nbytes: int) -> None:
     copies = CopyMeter(TOKEN_BYTES)
     copies.begin(1, 8192, 0.0)
     copies.end(1, 5.0, nbytes)
@@ -108,7 +108,8 @@ def test_failed_and_tiny_loads_say_nothing_about_the_link(nbytes: int) -> None:
 
 
 def test_a_link_that_seemed_too_slow_is_tried_again() -> None:
-    """Nothing is loaded, so nothing is measured: without this one slow load would be the last."""
+    """Nothing is retrieved, so nothing is measured: without this one slow retrieve would be the
+    last."""
     copies = CopyMeter(TOKEN_BYTES)
     copies.begin(1, 8192, 0.0)
     copies.end(1, 60.0, 1 << 30)
@@ -190,7 +191,7 @@ def test_a_question_has_what_was_measured() -> None:
     steps(meters.steps, ENOUGH, 2048, 12_000, 0.070)
     meters.copies.begin(1, 8192, 9e6)
     asked = meters.query(9e6, 512, 14_336 - 512, 818, Batch(decoding=3))
-    assert (asked.layers, asked.load_tokens, asked.compute_tokens) == (32, 13_824, 818)
+    assert (asked.layers, asked.retrieve_tokens, asked.compute_tokens) == (32, 13_824, 818)
     assert asked.batch == Batch(decoding=3)
     assert asked.lane_busy_s == pytest.approx(8192 * PRIOR_S)
     assert asked.speed is not None

@@ -385,7 +385,7 @@ class DeviceConformance:
             in_engine = slice(offset, offset + page.nbytes)
             offset = layout.chunk_addresses(host)[page.chunk] + page.chunk_offset
             in_host = slice(offset, offset + page.nbytes)
-            if direction is Direction.LOAD:
+            if direction is Direction.RETRIEVE:
                 engine_bytes[in_engine] = host_bytes[in_host]
             else:
                 host_bytes[in_host] = engine_bytes[in_engine]
@@ -417,7 +417,7 @@ class DeviceConformance:
         size = np.minimum(size, _room(arena, ARENA_BYTES))
         engine_bytes, host_bytes = bench.worker.read().copy(), bench.arena.bytes.copy()
         for p, a, n in zip(pool.tolist(), arena.tolist(), size.tolist(), strict=True):
-            if direction is Direction.LOAD:
+            if direction is Direction.RETRIEVE:
                 engine_bytes[p : p + n] = host_bytes[a : a + n]
             else:
                 host_bytes[a : a + n] = engine_bytes[p : p + n]
@@ -433,7 +433,7 @@ class DeviceConformance:
     ) -> None:
         start, size = SEGMENT_BYTES - 11, 2 * SEGMENT_BYTES + 23
         engine_bytes, host_bytes = bench.worker.read().copy(), bench.arena.bytes.copy()
-        if direction is Direction.LOAD:
+        if direction is Direction.RETRIEVE:
             engine_bytes[7 : 7 + size] = host_bytes[start : start + size]
         else:
             host_bytes[start : start + size] = engine_bytes[7 : 7 + size]
@@ -456,7 +456,7 @@ class DeviceConformance:
         bench.worker.board.announce(5, base)
         bench.worker.write(0, np.frombuffer(_all_over(base, nbytes), np.uint8))
         bench.worker.start("follow", 5, base, rounds, bench.worker.pool, nbytes)
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         part = nbytes // pieces
         for index in range(rounds):
             offsets = np.arange(pieces)[::-1] * part
@@ -489,16 +489,16 @@ class DeviceConformance:
         self, bench: Bench, memory: EngineMemory, direction: Direction
     ) -> None:
         rounds, nbytes = 64, 512
-        source = bench.arena.bytes if direction is Direction.LOAD else bench.worker.read()
+        source = bench.arena.bytes if direction is Direction.RETRIEVE else bench.worker.read()
         last = source[rounds * nbytes :][:nbytes].copy()
         stream = bench.stream(direction)
         for index in range(rounds + 1):
             here, there = index * nbytes, 0
-            pool, arena = (there, here) if direction is Direction.LOAD else (here, there)
+            pool, arena = (there, here) if direction is Direction.RETRIEVE else (here, there)
             stream.copy(memory, bench.piece(memory, pool, arena, nbytes))
             stream.announce(memory, 1, index + 1)
         wait_done(stream)
-        target = bench.worker.read() if direction is Direction.LOAD else bench.arena.bytes
+        target = bench.worker.read() if direction is Direction.RETRIEVE else bench.arena.bytes
         assert np.array_equal(target[:nbytes], last)
         assert bench.worker.board.landed(1) == rounds + 1
 
@@ -536,7 +536,7 @@ class DeviceConformance:
             mark = stream.mark()
             stream.copy(memory, bench.piece(memory, nbytes, nbytes, nbytes))
             eventually(lambda mark=mark: stream.is_done(mark))  # type: ignore[misc]
-            if direction is Direction.LOAD:
+            if direction is Direction.RETRIEVE:
                 assert np.array_equal(bench.worker.read(0, nbytes), host), round_number
                 bench.worker.write(0, poison)
             else:
@@ -556,7 +556,7 @@ class DeviceConformance:
     def test_a_done_mark_means_that_earlier_marks_and_counts_are_done(
         self, bench: Bench, memory: EngineMemory
     ) -> None:
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         marks = []
         for number in range(1, 9):
             stream.copy(memory, bench.piece(memory, 0, 0, 4096))
@@ -569,13 +569,13 @@ class DeviceConformance:
     def test_streams_of_both_directions_work_side_by_side(
         self, bench: Bench, memory: EngineMemory
     ) -> None:
-        loads, stores = bench.stream(Direction.LOAD), bench.stream(Direction.STORE)
+        retrieves, stores = bench.stream(Direction.RETRIEVE), bench.stream(Direction.STORE)
         half = POOL_BYTES // 2
         engine, host = bench.worker.read().copy(), bench.arena.bytes[:POOL_BYTES].copy()
         for start in range(0, half, 4096):
-            loads.copy(memory, bench.piece(memory, start, start, 4096))
+            retrieves.copy(memory, bench.piece(memory, start, start, 4096))
             stores.copy(memory, bench.piece(memory, half + start, half + start, 4096))
-        wait_done(loads)
+        wait_done(retrieves)
         wait_done(stores)
         expected = np.concatenate([host[:half], engine[half:]])
         assert np.array_equal(bench.worker.read(), expected)
@@ -600,7 +600,7 @@ class DeviceConformance:
         self, bench: Bench, memory: EngineMemory, base: int
     ) -> None:
         bench.worker.board.announce(4, base)
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         expected = bench.arena.bytes[:1024].copy()
         bench.worker.call("begin_wait", 4, base + 3, bench.worker.pool, 1024)
         for number in (1, 2):
@@ -620,7 +620,7 @@ class DeviceConformance:
         bench.worker.call("end_wait")
 
     def test_a_wait_is_for_its_own_slot(self, bench: Bench, memory: EngineMemory) -> None:
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         bench.worker.call("begin_wait", 4, 1, bench.worker.pool, 1)
         for slot in (3, 5):
             stream.announce(memory, slot, 100)
@@ -665,7 +665,7 @@ class DeviceConformance:
         assert caught.value.remedy
         assert np.array_equal(bench.worker.read(), before)
         memory = bench.open([good])
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         stream.copy(memory, bench.piece(memory, 0, 0, 64))
         wait_done(stream)
         assert np.array_equal(bench.worker.read(0, 64), bench.arena.bytes[:64])
@@ -683,7 +683,7 @@ class DeviceConformance:
     ) -> None:
         for number in range(3):
             memory = bench.open()
-            stream = bench.stream(Direction.LOAD)
+            stream = bench.stream(Direction.RETRIEVE)
             stream.copy(memory, bench.piece(memory, 0, number * 64, 64))
             wait_done(stream)
             memory.close()
@@ -695,7 +695,7 @@ class DeviceConformance:
     def test_every_region_has_its_own_address(self, bench: Bench) -> None:
         parts = [(0, 4096), (70_001, 999), (4096, 8192)]
         memory = bench.open([bench.worker.export(*part) for part in parts])
-        stream = bench.stream(Direction.LOAD)
+        stream = bench.stream(Direction.RETRIEVE)
         expected = bench.worker.read().copy()
         assert len(memory.addresses) == len(parts)
         for index, (address, (offset, nbytes)) in enumerate(

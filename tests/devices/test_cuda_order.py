@@ -92,7 +92,7 @@ def test_the_host_runs_a_few_batches_ahead_of_the_link_and_no_more(
     gpu: FakeGpu, scene: Scene
 ) -> None:
     """What is enqueued cannot be taken back when its transfer is cancelled."""
-    stream, memory = CudaCopyStream(scene.device, Direction.LOAD), scene.open()
+    stream, memory = CudaCopyStream(scene.device, Direction.RETRIEVE), scene.open()
     few = CopyList(*(array[:1] for array in scene.copies))
     ahead = []
     for _ in range(5 * _AHEAD_BATCHES):

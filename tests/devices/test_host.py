@@ -151,7 +151,7 @@ def test_a_copy_that_the_kernel_does_in_part_is_resumed_where_it_stopped(
     for start, at, size in zip(
         pieces.engine - memory.addresses[0], pieces.host - host.ctypes.data, sizes, strict=True
     ):
-        if direction is Direction.LOAD:
+        if direction is Direction.RETRIEVE:
             expected_engine[start : start + size] = host[at : at + size]
         else:
             expected_host[at : at + size] = expected_engine[start : start + size]
@@ -171,7 +171,7 @@ def test_no_call_names_more_pieces_than_the_kernel_takes(
     host = np.zeros(3000, np.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(lamina.linux, "_libc", libc)
-        HostServerDevice().stream(Direction.LOAD).copy(
+        HostServerDevice().stream(Direction.RETRIEVE).copy(
             memory, copies(memory, host.ctypes.data, [1] * 3000, gap=1)
         )
     assert libc.calls == [IOV_MAX, IOV_MAX, 3000 - 2 * IOV_MAX]
@@ -186,7 +186,7 @@ def test_memory_that_the_worker_unmaps_after_it_was_opened_gives_a_device_error(
     worker.call("free", address)
     host = np.zeros(64, np.uint8)
     with pytest.raises(DeviceError, match=r"failed: Bad address\. .* must keep .* mapped"):
-        HostServerDevice().stream(Direction.LOAD).copy(
+        HostServerDevice().stream(Direction.RETRIEVE).copy(
             memory, copies(memory, host.ctypes.data, [64])
         )
 
@@ -235,7 +235,7 @@ def test_a_process_that_inherited_a_dead_workers_pid_is_not_touched(worker: Work
     memory.peer = heir
     host = np.zeros(64, np.uint8)
     with pytest.raises(PeerGoneError, match="has died"):
-        HostServerDevice().stream(Direction.LOAD).copy(
+        HostServerDevice().stream(Direction.RETRIEVE).copy(
             memory, copies(memory, host.ctypes.data, [64])
         )
     assert np.array_equal(worker.read(), before)
@@ -261,7 +261,7 @@ def test_a_throttled_stream_takes_the_time_of_its_link(
 ) -> None:
     time = VirtualTime(monkeypatch)
     host = np.zeros(100_000, np.uint8)
-    stream = HostServerDevice(link_gbps=0.001).stream(Direction.LOAD)  # 1 MB/s
+    stream = HostServerDevice(link_gbps=0.001).stream(Direction.RETRIEVE)  # 1 MB/s
     for _ in range(3):
         stream.copy(memory, copies(memory, host.ctypes.data, [60_000, 40_000]))
     assert time.slept_s == pytest.approx([0.1, 0.1, 0.1])
@@ -298,7 +298,9 @@ def test_a_stream_without_a_limit_does_not_sleep(
 ) -> None:
     time = VirtualTime(monkeypatch)
     host = np.zeros(64, np.uint8)
-    HostServerDevice().stream(Direction.LOAD).copy(memory, copies(memory, host.ctypes.data, [64]))
+    HostServerDevice().stream(Direction.RETRIEVE).copy(
+        memory, copies(memory, host.ctypes.data, [64])
+    )
     assert time.slept_s == []
 
 

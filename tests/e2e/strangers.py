@@ -100,7 +100,7 @@ class Bystander:
         """It is served, its chunks are there, and nobody left anything pinned."""
         target = list(range(8, 16))
         self.worker.poison(target)
-        retrieve = self.worker.load("bystander", self.keys, target)
+        retrieve = self.worker.retrieve("bystander", self.keys, target)
         self.worker.wait(lambda: retrieve.is_acknowledged)
         assert retrieve.outcome is TransferStatus.OK
         for got, wanted in zip(self.worker.read(target), self.expected, strict=True):

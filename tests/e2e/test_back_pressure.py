@@ -102,9 +102,9 @@ def test_requests_without_an_answer_are_bounded(
     """A flood of cancels for one transfer that cannot end yet waits in the sender's socket."""
     monkeypatch.setattr(rpc, "MAX_UNANSWERED", 10)
     lease = lease_of(worker_guest, bystander)
-    bystander.server.device.loads.close()
+    bystander.server.device.retrieves.close()
     worker_guest.send(retrieve(lease))
-    bystander.server.device.loads.wait_until_held()
+    bystander.server.device.retrieves.wait_until_held()
     worker_guest.send(*(protocol.Cancel(100 + number, 20) for number in range(50)))
     (connection,) = (
         transport.get_protocol()
@@ -114,7 +114,7 @@ def test_requests_without_an_answer_are_bounded(
     assert isinstance(connection, rpc.Connection)
     eventually(lambda: bystander.server.after_reading(lambda: len(connection._tasks)) == 10)
     assert bystander.server.after_reading(lambda: len(connection._tasks)) == 10
-    bystander.server.device.loads.open()
+    bystander.server.device.retrieves.open()
     replies = [worker_guest.receive() for _ in range(51)]
     assert {reply.id for reply in replies if reply} == {20, *range(100, 150)}
 
@@ -157,11 +157,11 @@ def test_one_retrieve_too_many_is_refused_as_busy(
 ) -> None:
     monkeypatch.setattr(limits, name, most)
     lease = lease_of(worker_guest, bystander)
-    bystander.server.device.loads.close()
+    bystander.server.device.retrieves.close()
     worker_guest.send(retrieve(lease, id=20, slot=0))
     reply = worker_guest.ask(retrieve(lease, id=21, slot=1))
     assert_refused(reply, ErrorCode.BUSY, "retrieves of 8 blocks", "recompute")
-    bystander.server.device.loads.open()
+    bystander.server.device.retrieves.open()
     done = worker_guest.receive()
     assert isinstance(done, protocol.Retrieved)
     assert isinstance(worker_guest.ask(retrieve(lease_of(worker_guest, bystander))), type(done))
@@ -327,15 +327,15 @@ def test_descriptors_that_come_with_later_messages_are_not_kept(
 def test_nobody_cancels_what_is_anothers(bystander: Bystander, worker_guest: Stranger) -> None:
     """Neither by its request's id nor by its request's name."""
     worker = bystander.worker
-    bystander.server.device.loads.close()
-    theirs = worker.load("r", bystander.keys, range(8, 16))
-    bystander.server.device.loads.wait_until_held()
+    bystander.server.device.retrieves.close()
+    theirs = worker.retrieve("r", bystander.keys, range(8, 16))
+    bystander.server.device.retrieves.wait_until_held()
     for number in range(200, 230):
         cancelled = worker_guest.ask(protocol.Cancel(number, number - 200))
         assert cancelled == protocol.Cancelled(number)
     assert isinstance(worker_guest.ask(protocol.EndRequest(7, "r")), protocol.Done)
     assert isinstance(worker_guest.ask(protocol.EndLease(8, theirs.number)), protocol.Done)
-    bystander.server.device.loads.open()
+    bystander.server.device.retrieves.open()
     worker.wait(lambda: theirs.is_acknowledged)
     assert theirs.outcome == 0
 

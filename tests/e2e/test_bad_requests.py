@@ -217,10 +217,10 @@ def test_a_slot_or_a_request_id_that_is_in_use(
     bystander: Bystander, worker_guest: Stranger, pages: Pages
 ) -> None:
     lease = lease_of(worker_guest, bystander)
-    bystander.server.device.loads.close()
+    bystander.server.device.retrieves.close()
     first = retrieve(lease, id=20, slot=3)
     worker_guest.send(first)
-    bystander.server.device.loads.wait_until_held()
+    bystander.server.device.retrieves.wait_until_held()
     reply = worker_guest.ask(retrieve(lease, id=21, slot=3))
     assert_refused(reply, ErrorCode.BAD_REQUEST, "slot 3 belongs to a transfer in flight")
     reply = worker_guest.ask(retrieve(lease_of(worker_guest, bystander), id=20, slot=4))
@@ -228,7 +228,7 @@ def test_a_slot_or_a_request_id_that_is_in_use(
     store = protocol.Store(20, b"", (b"k" * 32,), (protocol.pack_block_ids(ids(range(4))),), 0)
     reply = worker_guest.ask(store)
     assert_refused(reply, ErrorCode.BAD_REQUEST, "request id 20 is in use")
-    bystander.server.device.loads.open()
+    bystander.server.device.retrieves.open()
     done = worker_guest.receive()
     assert isinstance(done, protocol.Retrieved)
     assert (done.id, done.status) == (20, 0)
@@ -266,7 +266,9 @@ def test_a_lookup_that_cannot_be(guest: Stranger, keys: tuple[bytes, ...]) -> No
     assert_refused(guest.ask(protocol.Lookup(20, "r", keys)), ErrorCode.BAD_REQUEST, "key")
 
 
-def test_chunks_of_another_geometry_are_not_loaded(bystander: Bystander, guest: Stranger) -> None:
+def test_chunks_of_another_geometry_are_not_retrieved(
+    bystander: Bystander, guest: Stranger
+) -> None:
     """Equal keys for different layouts are an engine's mistake; bytes do not fit."""
     pages = Pages(small_geometry(layers=2))
     guest.ask(pages.register(2))
@@ -318,7 +320,7 @@ def test_copies_that_become_forbidden_fail_their_transfers_alone(
     worker, keys = bystander.worker, random_keys(1)
     with monkeypatch.context() as patch:
         forbid_copies(patch)
-        retrieve = worker.load("r", bystander.keys, range(8, 16))
+        retrieve = worker.retrieve("r", bystander.keys, range(8, 16))
         worker.wait(lambda: retrieve.is_acknowledged)
         store = worker.save(keys, range(4))
     assert retrieve.outcome is TransferStatus.COPY_FAILED

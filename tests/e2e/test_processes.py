@@ -82,15 +82,15 @@ class _Engine:
         store = self.worker.save(KEYS, BLOCKS)
         return store.ended.stored if store.ended is not None else 0
 
-    def load(self) -> bytes:
-        retrieve = self.worker.load("r", KEYS, TARGET)
+    def retrieve(self) -> bytes:
+        retrieve = self.worker.retrieve("r", KEYS, TARGET)
         self.worker.wait(lambda: retrieve.is_acknowledged)
         return bytes_of(self.worker, TARGET)
 
-    def begin_to_load(self) -> int:
+    def begin_to_retrieve(self) -> int:
         """With a second lease that is not used."""
         self.worker.client.lookup("other", KEYS).wait(20)
-        retrieve = self.worker.load("r", KEYS, TARGET)
+        retrieve = self.worker.retrieve("r", KEYS, TARGET)
         self.worker.wait(lambda: retrieve.landed_slices)
         return retrieve.landed_slices
 
@@ -125,16 +125,16 @@ def expected_bytes(worker: PageWorker, seed: int) -> bytes:
     return bytes_of(worker, BLOCKS)
 
 
-def store_and_load(worker: PageWorker, seed: int) -> None:
-    """Store the chunks if need be, load them elsewhere and compare every byte."""
+def store_and_retrieve(worker: PageWorker, seed: int) -> None:
+    """Store the chunks if need be, retrieve them elsewhere and compare every byte."""
     expected = expected_bytes(worker, seed)
     worker.save(KEYS, BLOCKS)
-    load_and_compare(worker, expected)
+    retrieve_and_compare(worker, expected)
 
 
-def load_and_compare(worker: PageWorker, expected: bytes) -> None:
+def retrieve_and_compare(worker: PageWorker, expected: bytes) -> None:
     worker.poison(TARGET)
-    retrieve = worker.load("r", KEYS, TARGET)
+    retrieve = worker.retrieve("r", KEYS, TARGET)
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is TransferStatus.OK
     assert bytes_of(worker, TARGET) == expected
@@ -142,7 +142,7 @@ def load_and_compare(worker: PageWorker, expected: bytes) -> None:
 
 def begin_retrieve(worker: PageWorker) -> Retrieve:
     """A retrieve of which something has landed, but not all."""
-    retrieve = worker.load("r", KEYS, TARGET)
+    retrieve = worker.retrieve("r", KEYS, TARGET)
     worker.wait(lambda: retrieve.landed_slices)
     assert retrieve.outcome is None, "the retrieve is over already: nothing was tested"
     return retrieve
@@ -174,11 +174,11 @@ def test_chunks_outlive_the_engine_that_stored_them_and_are_hit_by_others(
     engine, ours = start_engine(), make_worker()
     expected = expected_bytes(ours, seed=7)
     assert engine.call("save", 7) == CHUNKS
-    load_and_compare(ours, expected)
+    retrieve_and_compare(ours, expected)
     engine.kill()
     restarted = start_engine()
-    assert restarted.call("load") == expected
-    load_and_compare(ours, expected)
+    assert restarted.call("retrieve") == expected
+    retrieve_and_compare(ours, expected)
 
 
 def test_an_engine_killed_in_mid_retrieve_leaves_nothing_behind(
@@ -191,9 +191,9 @@ def test_an_engine_killed_in_mid_retrieve_leaves_nothing_behind(
     engine, ours = start_engine(), make_worker()
     expected = expected_bytes(ours, seed=8)
     ours.save(KEYS, BLOCKS)
-    assert 0 < engine.call("begin_to_load") < len(ours.geometry.layers)
+    assert 0 < engine.call("begin_to_retrieve") < len(ours.geometry.layers)
     engine.kill()
-    load_and_compare(ours, expected)
+    retrieve_and_compare(ours, expected)
     observer = connected_client(socket_path)
 
     def stats() -> dict[str, float]:
@@ -229,7 +229,7 @@ def test_a_server_killed_in_mid_retrieve_ends_every_wait_and_its_successor_is_us
     worker.wait(lambda: worker.client.is_usable)
     lookup = worker.client.lookup("r", KEYS)
     assert lookup.wait(20) == MISS, "the new server has none of the old one's chunks"
-    store_and_load(worker, seed=10)
+    store_and_retrieve(worker, seed=10)
 
 
 @pytest.mark.parametrize("failure", ["deadline", "connection"])
@@ -280,7 +280,7 @@ def test_a_server_that_goes_on_after_a_deadline_ends_the_quarantine_with_its_rep
     worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.TIMED_OUT, "a late success is no success"
     assert worker.client.quarantined == 0
-    load_and_compare(worker, expected)
+    retrieve_and_compare(worker, expected)
 
 
 # The server stops and goes on.
@@ -302,7 +302,7 @@ def test_a_stopped_server_costs_hits_but_no_hang_and_is_used_again_when_it_goes_
     server.send(signal.SIGCONT)
     worker.wait(lambda: worker.client.is_usable)
     observer = connected_client(worker.client.settings.socket)
-    load_and_compare(worker, expected)
+    retrieve_and_compare(worker, expected)
     worker.client.end_request("r")
 
     def leases() -> float:

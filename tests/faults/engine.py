@@ -173,7 +173,7 @@ class _Control:
     def step(self) -> None:
         self.engine.step()
 
-    def step_until_loading(self, name: str) -> None:
+    def step_until_retrieving(self, name: str) -> None:
         request = self._requests[name]
         self.engine.step_until(lambda: request.gate is not None)
         assert request.gate is not None
@@ -193,7 +193,7 @@ class _Control:
         eventually(lambda: retrieve.landed_slices >= slices)
 
     def serve(self, name: str) -> int:
-        """Step until the request is over and compare it; returns how many tokens were loaded."""
+        """Step until the request is over and compare it; returns how many tokens were retrieved."""
         request = self._requests[name]
         if request.state is not State.ABORTED:
             self.engine.serve(request)

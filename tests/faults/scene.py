@@ -60,7 +60,7 @@ class Scene:
     def open_all(self) -> None:
         """Whatever was held may go on."""
         if self.is_server_alive():
-            self.server.call("loads.open")
+            self.server.call("retrieves.open")
             self.server.call("stores.open")
             for kind in self.replies_held:
                 self.server.call("replies.release", kind)
@@ -87,7 +87,7 @@ class Scene:
         eventually(stepped)
 
     def check_hits(self, engine: FaultEngine, seed: int = 1) -> None:
-        """The engine finds a prompt again: stored if need be, loaded, every bit compared."""
+        """The engine finds a prompt again: stored if need be, retrieved, every bit compared."""
         engine.call("release_tickets")
         eventually(
             lambda: engine.call("hit", f"hit {seed}", seed, True) == HIT_TOKENS, HITS_AGAIN_WITHIN_S

@@ -53,10 +53,10 @@ class Scene:
 
     def begin_held(self) -> Retrieve:
         """A retrieve whose third slice waits at the valve."""
-        self.server.call("loads.close")
-        self.server.call("loads.let_pass", 2)
-        retrieve = self.worker.load("held", self.keys, TARGET)
-        self.server.call("loads.wait_until_held")
+        self.server.call("retrieves.close")
+        self.server.call("retrieves.let_pass", 2)
+        retrieve = self.worker.retrieve("held", self.keys, TARGET)
+        self.server.call("retrieves.wait_until_held")
         eventually(lambda: retrieve.landed_slices == 2)
         return retrieve
 
@@ -89,7 +89,7 @@ class Scene:
 
     def check_hit(self) -> None:
         self.worker.poison(TARGET)
-        retrieve = self.worker.load("after", self.keys, TARGET)
+        retrieve = self.worker.retrieve("after", self.keys, TARGET)
         self.worker.wait(lambda: retrieve.is_acknowledged)
         for got, wanted in zip(self.worker.read(TARGET), self.expected, strict=True):
             assert (got == wanted).all()
@@ -161,7 +161,7 @@ def test_pages_given_up_are_free_when_the_server_agrees(scene: Scene, give_up: G
     give_up(scene, retrieve)
     scene.let_server_answer()
     assert not retrieve.is_over, "the copy at the valve may still write"
-    scene.server.call("loads.open")
+    scene.server.call("retrieves.open")
 
     def is_over() -> bool:
         scene.poll_often()
@@ -283,7 +283,7 @@ def test_a_retrieve_outlives_its_board(scene: Scene, outcome: TransferStatus) ->
     gate = Gate(retrieve, 1)
     gates = StepGates(scene.client.device, [gate])
     if outcome is TransferStatus.OK:
-        scene.server.call("loads.open")
+        scene.server.call("retrieves.open")
         scene.worker.wait(lambda: retrieve.is_acknowledged)
     scene.server.kill()
     scene.worker.wait(lambda: retrieve.is_over and not scene.client._lost)
@@ -313,7 +313,7 @@ def test_quarantined_pages_raise_an_alarm_once(
     assert len(alarms) == 1
     assert "until it answers or its process ends" in alarms[0].getMessage()
     scene.server.send(signal.SIGCONT)
-    scene.server.call("loads.open")
+    scene.server.call("retrieves.open")
     scene.worker.wait(lambda: retrieve.is_over)
     scene.client.poll()
     assert "has its quarantined pages back" in caplog.text

@@ -86,10 +86,10 @@ def test_ten_servers_die_one_after_another(scene: Scene) -> None:
 def test_a_slice_that_never_lands_ends_its_request_and_no_other(scene: Scene) -> None:
     """Rows 32, 36, 52: its pages are held for as long as it takes, also over many steps."""
     scene.engine.call("populate")
-    scene.server.call("loads.close")
+    scene.server.call("retrieves.close")
     scene.engine.call("add", "hit")
-    scene.engine.call("step_until_loading", "hit")
-    scene.server.call("loads.wait_until_held")
+    scene.engine.call("step_until_retrieving", "hit")
+    scene.server.call("retrieves.wait_until_held")
     scene.engine.pass_deadlines()
     scene.engine.call("serve", "hit")
     assert scene.engine.call("outcome", "hit") is TransferStatus.TIMED_OUT
@@ -117,8 +117,8 @@ def test_replies_come_late_and_in_any_order(scene: Scene, kind: str, latest_firs
             engine.call("serve", f"request {seed}")
     server.call("replies.wait_until_held", kind, 4 if kind == "Found" else 2)
     server.call("replies.release_latest_first" if latest_first else "replies.release", kind)
-    loaded = [engine.call("serve", f"request {seed}") for seed in (1, 2, 3, 4)]
-    assert loaded == [HIT_TOKENS, HIT_TOKENS, 0, 0]
+    retrieved = [engine.call("serve", f"request {seed}") for seed in (1, 2, 3, 4)]
+    assert retrieved == [HIT_TOKENS, HIT_TOKENS, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["Welcome", "Registered"])
@@ -230,10 +230,10 @@ def test_an_engine_in_another_time_namespace_does_not_suspect_its_server(
 def test_both_stop_as_with_a_suspended_machine_and_go_on(scene: Scene) -> None:
     """Rows 48, 49: the engine wakes first, and sees a heartbeat that is old."""
     scene.engine.call("populate")
-    scene.server.call("loads.close")
+    scene.server.call("retrieves.close")
     scene.engine.call("add", "hit")
-    scene.engine.call("step_until_loading", "hit")
-    scene.server.call("loads.wait_until_held")
+    scene.engine.call("step_until_retrieving", "hit")
+    scene.server.call("retrieves.wait_until_held")
     scene.engine.send(signal.SIGSTOP)
     scene.server.send(signal.SIGSTOP)
     scene.engine.send(signal.SIGCONT)

@@ -34,10 +34,10 @@ def test_a_retrieve_under_way_outlives_every_eviction(scene: Scene) -> None:
     """Rows 25, 26: the same with its slices at the valve."""
     small_server(scene, prompts=2)
     scene.engine.call("forget")
-    scene.server.call("loads.close")
+    scene.server.call("retrieves.close")
     scene.engine.call("add", "hit")
-    scene.engine.call("step_until_loading", "hit")
-    scene.server.call("loads.wait_until_held")
+    scene.engine.call("step_until_retrieving", "hit")
+    scene.server.call("retrieves.wait_until_held")
     other = scene.start_engine("other")
     for seed in range(10, 20):
         other.call("populate", seed)
@@ -77,12 +77,12 @@ def test_one_engine_dies_in_the_lane_that_another_waits_for(scene: Scene) -> Non
     """Row 53: the dead engine's retrieve is first in the lane; the other's comes through."""
     scene.engine.call("populate")
     victim = scene.start_engine("victim")
-    scene.server.call("loads.close")
+    scene.server.call("retrieves.close")
     victim.call("add", "dies")
-    victim.call("step_until_loading", "dies")
-    scene.server.call("loads.wait_until_held")
+    victim.call("step_until_retrieving", "dies")
+    scene.server.call("retrieves.wait_until_held")
     scene.engine.call("add", "hit")
-    scene.engine.call("step_until_loading", "hit")
+    scene.engine.call("step_until_retrieving", "hit")
     scene.wait_for_gauges(queued_transfers=2)
     scene.kill_engine(victim)
     scene.open_all()
@@ -96,7 +96,7 @@ def test_one_engine_stops_in_the_lane_that_another_waits_for(scene: Scene) -> No
     silent = scene.start_engine("silent")
     silent.call("hold_tickets")
     silent.call("add", "hit")
-    silent.call("step_until_loading", "hit")
+    silent.call("step_until_retrieving", "hit")
     scene.wait_for_gauges(queued_transfers=1)
     silent.send(signal.SIGSTOP)
     assert scene.engine.call("hit", "hit") == HIT_TOKENS
@@ -111,13 +111,13 @@ def test_engines_die_one_after_another_and_leave_nothing(scene: Scene) -> None:
     free = scene.server.gauges()["arena_free_bytes"]
     files = scene.server.call("open_files")
     for number in range(10):
-        scene.server.call("loads.close")
+        scene.server.call("retrieves.close")
         engine = scene.start_engine(f"engine {number}")
         engine.call("add", "hit")
-        engine.call("step_until_loading", "hit")
-        scene.server.call("loads.wait_until_held")
+        engine.call("step_until_retrieving", "hit")
+        scene.server.call("retrieves.wait_until_held")
         scene.kill_engine(engine)
-        scene.server.call("loads.open")
+        scene.server.call("retrieves.open")
         scene.wait_for_gauges(sessions=1, pins=0, leases=0, queued_transfers=0)
     assert scene.server.gauges()["arena_free_bytes"] == free
     assert scene.server.call("open_files") == files

@@ -29,7 +29,7 @@ def ticket_awaited(scene: Scene) -> None:
     """The engine's earlier work on the pages is not done yet."""
     scene.engine.call("hold_tickets")
     scene.engine.call("add", "hit")
-    scene.engine.call("step_until_loading", "hit")
+    scene.engine.call("step_until_retrieving", "hit")
     scene.wait_for_gauges(queued_transfers=1)
 
 
@@ -59,21 +59,21 @@ def waiting_for_a_layer(scene: Scene) -> None:
 def landed_but_not_answered(scene: Scene) -> None:
     scene.hold_replies("Retrieved")
     scene.engine.call("add", "hit", 1, LAYERS + 1)
-    scene.engine.call("step_until_loading", "hit")
+    scene.engine.call("step_until_retrieving", "hit")
     scene.server.call("replies.wait_until_held", "Retrieved")
 
 
 def _begin_held(scene: Scene, release_after: int) -> None:
-    scene.server.call("loads.close")
+    scene.server.call("retrieves.close")
     scene.engine.call("add", "hit", 1, release_after)
-    scene.engine.call("step_until_loading", "hit")
-    scene.server.call("loads.wait_until_held")
+    scene.engine.call("step_until_retrieving", "hit")
+    scene.server.call("retrieves.wait_until_held")
 
 
 def _pass(scene: Scene, slices: int) -> None:
-    scene.server.call("loads.let_pass", slices)
+    scene.server.call("retrieves.let_pass", slices)
     scene.engine.call("wait_until_landed", "hit", slices)
-    scene.server.call("loads.wait_until_held")
+    scene.server.call("retrieves.wait_until_held")
 
 
 class Stage(NamedTuple):
@@ -112,8 +112,8 @@ def begin_to_serve(scene: Scene, stage: Stage) -> None:
 def serve(scene: Scene, stage: Stage) -> int:
     """The request ends, and is bit for bit what it is without a cache."""
     begin_to_serve(scene, stage)
-    loaded: int = scene.engine.result()
-    return loaded
+    retrieved: int = scene.engine.result()
+    return retrieved
 
 
 def test_the_server_is_killed(scene: Scene, stage: Stage) -> None:
@@ -153,7 +153,7 @@ def test_the_server_stops_past_the_deadline_and_is_killed(scene: Scene, stage: S
     """Row 49: the wait ends at the deadline; the pages come back with the server's death only."""
     scene.server.send(signal.SIGSTOP)
     if stage.reach is looked_up:
-        scene.engine.call("step_until_loading", "hit")
+        scene.engine.call("step_until_retrieving", "hit")
     begin_to_serve(scene, stage)
     scene.engine.pass_deadlines()
     scene.engine.result()
@@ -223,7 +223,7 @@ def test_the_copy_of_a_slice_fails(scene: Scene, slices: int) -> None:
     _begin_held(scene, release_after=1)
     if slices:
         _pass(scene, slices)
-    scene.server.call("break_loads")
+    scene.server.call("break_retrieves")
     scene.open_all()
     scene.engine.call("serve", "hit")
     assert scene.server.totals()["retrieves_failed"] == 1

@@ -22,7 +22,7 @@ def test_engines_and_their_server_break_at_random_and_no_byte_is_wrong() -> None
     assert report.is_flat, report.servers
     assert sum(report.faults.values()) >= 10
     assert set(report.faults) <= set(FAULTS)
-    assert report.operations["loads"] > 0
+    assert report.operations["retrieves"] > 0
 
 
 def operate_often(engine: SoakEngine) -> None:
@@ -60,7 +60,7 @@ def test_what_is_held_at_the_end_is_a_leak(socket_path: Path) -> None:
     server = ServerThread(socket_path)
     engine = SoakEngine(socket_path, seed=1)
     assert engine.leaks() == []
-    server.device.loads.close()
+    server.device.retrieves.close()
     worker = PageWorker(socket_path, GEOMETRY)
     keys = chain("document 0")
     worker.save(keys, range(4))
@@ -70,7 +70,7 @@ def test_what_is_held_at_the_end_is_a_leak(socket_path: Path) -> None:
     assert engine.leaks() == ["1 transfers are in flight"]
     engine._free.remove(0)
     assert "1 blocks are held" in engine.leaks()
-    server.device.loads.open()
+    server.device.retrieves.open()
     engine.close()
     worker.close()
     server.stop()

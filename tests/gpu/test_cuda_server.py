@@ -33,7 +33,7 @@ DOCUMENT_BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
 
 
 class GpuWorker:
-    """One document stored from the first blocks of GPU memory; the rest is to load into."""
+    """One document stored from the first blocks of GPU memory; the rest is to retrieve into."""
 
     def __init__(self, socket: Path, **settings: int) -> None:
         self.space = CudaKvSpace(LAYERS, BLOCKS * PAGE_BYTES)
@@ -64,7 +64,7 @@ class GpuWorker:
         assert store.ended is not None
         assert store.ended.stored == CHUNKS
 
-    def load(self, name: str, first_block: int, width: int) -> Retrieve:
+    def retrieve(self, name: str, first_block: int, width: int) -> Retrieve:
         found = self.client.lookup(name, self.keys).wait(5.0)
         assert found is not None
         assert found.chunks == CHUNKS
@@ -103,7 +103,7 @@ def worker() -> Iterator[GpuWorker]:
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 32])
 def test_every_width_gives_back_every_byte_of_32_layers(worker: GpuWorker, width: int) -> None:
     worker.poison(DOCUMENT_BLOCKS)
-    retrieve = worker.load(f"width {width}", DOCUMENT_BLOCKS, width)
+    retrieve = worker.retrieve(f"width {width}", DOCUMENT_BLOCKS, width)
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is TransferStatus.OK
     for layer in range(LAYERS):
@@ -115,7 +115,7 @@ def test_a_thousand_retrieves_with_random_cancels_leave_no_late_byte(worker: Gpu
     cancelled = 0
     for number in range(1000):
         target = DOCUMENT_BLOCKS * (1 + number % 2)
-        retrieve = worker.load(f"r{number}", target, int(rng.choice([1, 3, 8, 32])))
+        retrieve = worker.retrieve(f"r{number}", target, int(rng.choice([1, 3, 8, 32])))
         wanted = int(rng.integers(0, len(retrieve.slices) + 1))
         worker.wait(lambda r=retrieve, n=wanted: r.landed_slices >= n or r.outcome is not None)
         worker.client.cancel(retrieve)
@@ -173,8 +173,8 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
 def test_two_engines_share_the_lane_and_both_finish_in_order(worker: GpuWorker) -> None:
     """The second engine's retrieve begins when the first's has ended, not beside it."""
     other = GpuWorker(worker.client.settings.socket)
-    first = worker.load("first", DOCUMENT_BLOCKS, 1)
-    second = other.load("second", DOCUMENT_BLOCKS, 1)
+    first = worker.retrieve("first", DOCUMENT_BLOCKS, 1)
+    second = other.retrieve("second", DOCUMENT_BLOCKS, 1)
     order: list[tuple[int, int]] = []
     while second.landed_slices < LAYERS:
         order.append((first.landed_slices, second.landed_slices))

@@ -28,7 +28,7 @@ class Pieces:
     def __init__(self) -> None:
         self.space = CudaKvSpace(1, PIECES * PIECE_BYTES)
         self.device = CudaServerDevice(0, PinnedSegments())
-        self.stream = CudaCopyStream(self.device, Direction.LOAD)
+        self.stream = CudaCopyStream(self.device, Direction.RETRIEVE)
         rng = np.random.default_rng(0)
         self.host = rng.integers(0, 256, PIECES * PIECE_BYTES, np.uint8)
         self.device.pin(self.host.ctypes.data, self.host.nbytes)

@@ -11,8 +11,8 @@ def test_bytes_that_were_stored_and_retrieved_add_up(
 ) -> None:
     keys, nbytes = random_keys(2), 2 * worker.geometry.chunk_bytes
 
-    def load(request: str) -> None:
-        retrieve = worker.load(request, keys, range(20, 28))
+    def retrieve(request: str) -> None:
+        retrieve = worker.retrieve(request, keys, range(20, 28))
         worker.wait(lambda: retrieve.is_acknowledged)
 
     def counted() -> tuple[int, int]:
@@ -21,7 +21,7 @@ def test_bytes_that_were_stored_and_retrieved_add_up(
 
     worker.save(keys, range(8))
     assert counted() == (nbytes, 0)
-    load("r1")
+    retrieve("r1")
     assert counted() == (nbytes, nbytes)
-    load("r2")
+    retrieve("r2")
     assert counted() == (nbytes, 2 * nbytes)

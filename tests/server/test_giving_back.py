@@ -79,10 +79,10 @@ def test_a_worker_that_gets_no_stream_leaves_nothing_opened(
     assert len(device.opened) == 1
 
 
-def begin_load(worker: PageWorker) -> None:
+def begin_retrieve(worker: PageWorker) -> None:
     keys = random_keys(1)
     worker.save(keys, range(4))
-    worker.load("r", keys, range(4, 8))
+    worker.retrieve("r", keys, range(4, 8))
 
 
 def begin_store(worker: PageWorker) -> None:
@@ -90,7 +90,7 @@ def begin_store(worker: PageWorker) -> None:
     assert worker.client.store(b"", random_keys(1), [ids(range(4))], ticket) is not None
 
 
-@pytest.mark.parametrize("direction", ["loads", "stores"])
+@pytest.mark.parametrize("direction", ["retrieves", "stores"])
 def test_why_transfers_fail_is_said_once_until_one_does_not(
     server: ServerThread, worker: PageWorker, caplog: pytest.LogCaptureFixture, direction: str
 ) -> None:
@@ -99,11 +99,11 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
     worker.save(keys, range(4))
 
     def transfer(fault: DeviceError | None) -> None:
-        valve = server.device.loads if direction == "loads" else server.device.stores
+        valve = server.device.retrieves if direction == "retrieves" else server.device.stores
         if fault is not None:
             valve.fail_next(fault)
-        if direction == "loads":
-            retrieve = worker.load("r", keys, range(4, 8))
+        if direction == "retrieves":
+            retrieve = worker.retrieve("r", keys, range(4, 8))
             worker.wait(lambda: retrieve.is_acknowledged)
         else:
             worker.save(random_keys(1), range(4))
@@ -114,7 +114,7 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
     assert said == [str(FAULT), str(FAULT), str(OTHER_FAULT)]
 
 
-@pytest.mark.parametrize("begin", [begin_load, begin_store])
+@pytest.mark.parametrize("begin", [begin_retrieve, begin_store])
 def test_memory_that_cannot_be_given_back_keeps_no_pin_no_budget_and_no_descriptor(
     device: FailingDevice,
     server: ServerThread,
@@ -125,7 +125,7 @@ def test_memory_that_cannot_be_given_back_keeps_no_pin_no_budget_and_no_descript
     """A session closes it with its last transfer, whose own account must not be cut short."""
     files = open_fds()
     worker = PageWorker(socket_path)
-    server.device.loads.close()
+    server.device.retrieves.close()
     if begin is begin_store:
         server.device.stores.close()
     begin(worker)
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_given_back_keeps_no_pin_no_budget_and_no_descript
     eventually(lambda: server.gauges()["sessions"] == 0)
     held = server.gauges()
     assert held["pins"] or held["arena_reserved_bytes"]
-    server.device.loads.open()
+    server.device.retrieves.open()
     server.device.stores.open()
 
     def is_all_given_back() -> bool:

@@ -251,4 +251,4 @@ def test_a_lease_that_ended_otherwise_is_not_ended_twice(monkeypatch: pytest.Mon
     for work in kept:
         assert list(work) is not None
     assert len(table) == 0
-    assert table.held_by("s") == (0, 0)
+    assert table.count_of("s") == (0, 0)

@@ -301,66 +301,69 @@ def stores(lane: Lane, make: Make) -> Iterator[Lane]:
     stop(stores)
 
 
-def test_a_store_lets_a_load_end_before_its_next_batch(
+def test_a_store_lets_a_retrieve_end_before_its_next_batch(
     lane: Lane, stores: Lane, make: Make, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lamina.server.lane, "_MAX_YIELD_S", PATIENCE_S)
-    load, store = make("load", steps=2, hold_before=1), make("store", steps=3)
-    lane.submit(load)
-    assert load.is_held.wait(PATIENCE_S)
+    retrieve, store = make("retrieve", steps=2, hold_before=1), make("store", steps=3)
+    lane.submit(retrieve)
+    assert retrieve.is_held.wait(PATIENCE_S)
     stores.submit(store)
     eventually(lambda: "store.0" in log.entries)
     assert "store.1" not in log.entries
-    load.go_on.set()
+    retrieve.go_on.set()
     store.wait()
-    assert log.entries.index("load.end") < log.entries.index("store.1")
+    assert log.entries.index("retrieve.end") < log.entries.index("store.1")
 
 
-def test_a_load_that_comes_between_a_stores_batches_goes_first(
+def test_a_retrieve_that_comes_between_a_stores_batches_goes_first(
     lane: Lane, stores: Lane, make: Make, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lamina.server.lane, "_MAX_YIELD_S", PATIENCE_S)
-    store, load = make("store", steps=3, hold_before=1), make("load", steps=2, hold_before=1)
+    store, retrieve = (
+        make("store", steps=3, hold_before=1),
+        make("retrieve", steps=2, hold_before=1),
+    )
     stores.submit(store)
     assert store.is_held.wait(PATIENCE_S)
-    lane.submit(load)
-    assert load.is_held.wait(PATIENCE_S)
+    lane.submit(retrieve)
+    assert retrieve.is_held.wait(PATIENCE_S)
     store.go_on.set()
     eventually(lambda: "store.1" in log.entries)
-    load.go_on.set()
+    retrieve.go_on.set()
     store.wait()
-    assert log.entries.index("load.end") < log.entries.index("store.2")
+    assert log.entries.index("retrieve.end") < log.entries.index("store.2")
 
 
-def test_a_store_does_not_wait_for_loads_for_ever(lane: Lane, stores: Lane, make: Make) -> None:
-    load, store = make("load", hold_before=0), make("store", steps=3)
-    lane.submit(load)
-    assert load.is_held.wait(PATIENCE_S)
+def test_a_store_does_not_wait_for_retrieves_for_ever(lane: Lane, stores: Lane, make: Make) -> None:
+    retrieve, store = make("retrieve", hold_before=0), make("store", steps=3)
+    lane.submit(retrieve)
+    assert retrieve.is_held.wait(PATIENCE_S)
     stores.submit(store)
     store.wait()
-    assert not load.ended.is_set()
+    assert not retrieve.ended.is_set()
 
 
-def test_a_load_that_waits_for_its_ticket_holds_no_store_up(
+def test_a_retrieve_that_waits_for_its_ticket_holds_no_store_up(
     lane: Lane, stores: Lane, make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link has nothing else to do meanwhile."""
     monkeypatch.setattr(lamina.server.lane, "_MAX_YIELD_S", PATIENCE_S)
-    load, store = make("load", ticket=1), make("store", steps=3)
-    lane.submit(load)
+    retrieve, store = make("retrieve", ticket=1), make("store", steps=3)
+    lane.submit(retrieve)
     stores.submit(store)
     store.wait()
-    assert not load.ended.is_set()
+    assert not retrieve.ended.is_set()
     board.ticket = 1
-    load.wait()
+    retrieve.wait()
 
 
-def test_a_load_never_waits_for_a_store(lane: Lane, stores: Lane, make: Make) -> None:
-    store, load = make("store", hold_before=0), make("load", steps=3)
+def test_a_retrieve_never_waits_for_a_store(lane: Lane, stores: Lane, make: Make) -> None:
+    store, retrieve = make("store", hold_before=0), make("retrieve", steps=3)
     stores.submit(store)
     assert store.is_held.wait(PATIENCE_S)
-    lane.submit(load)
-    load.wait()
+    lane.submit(retrieve)
+    retrieve.wait()
     assert not store.ended.is_set()
 
 
@@ -381,24 +384,24 @@ def test_a_device_has_one_lane_per_direction_shared_by_all_who_ask() -> None:
     devices: dict[str, ServerDevice] = {"one": one, "two": two}
     lanes = Lanes(devices)
     assert lanes.of("one") is lanes.of("one")
-    assert one.directions == [Direction.LOAD, Direction.STORE]
+    assert one.directions == [Direction.RETRIEVE, Direction.STORE]
     assert two.directions == [], "lanes are made when they are needed"
-    assert lanes.of("two").loads is not lanes.of("one").loads
+    assert lanes.of("two").retrieves is not lanes.of("one").retrieves
     assert lanes.queued == 0
     lanes.stop()
 
 
-def test_the_lanes_of_a_device_let_loads_go_before_stores(
+def test_the_lanes_of_a_device_let_retrieves_go_before_stores(
     make: Make, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lamina.server.lane, "_MAX_YIELD_S", PATIENCE_S)
     lanes = Lanes({"host": ScriptedDevice()})
-    load, store = make("load", hold_before=0), make("store", steps=2)
-    lanes.of("host").loads.submit(load)
-    assert load.is_held.wait(PATIENCE_S)
+    retrieve, store = make("retrieve", hold_before=0), make("store", steps=2)
+    lanes.of("host").retrieves.submit(retrieve)
+    assert retrieve.is_held.wait(PATIENCE_S)
     lanes.of("host").stores.submit(store)
     eventually(lambda: "store.0" in log.entries)
-    load.go_on.set()
+    retrieve.go_on.set()
     store.wait()
-    assert log.entries.index("load.end") < log.entries.index("store.1")
+    assert log.entries.index("retrieve.end") < log.entries.index("store.1")
     lanes.stop()

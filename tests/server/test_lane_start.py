@@ -92,7 +92,7 @@ def test_what_must_wait_does_not_begin_at_once(lane: Lane, log: Log, board: Boar
     store = Watched(log, board, "s")
     stores.submit(store)
     store.wait()
-    assert set(store.threads) == {"test-stores"}, "a store waits for loads: not on the caller"
+    assert set(store.threads) == {"test-stores"}, "a store waits for retrieves: not on the caller"
     stop(stores)
 
 

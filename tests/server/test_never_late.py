@@ -159,7 +159,7 @@ def test_a_long_lookup_its_retrieve_and_its_end_take_turns(
 ) -> None:
     keys = save(worker, LONG)
     meter = Meter(server, monkeypatch)
-    retrieve = worker.load("r", keys, range(LONG * BLOCKS_PER_CHUNK))
+    retrieve = worker.retrieve("r", keys, range(LONG * BLOCKS_PER_CHUNK))
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome == 0
     eventually(lambda: server.gauges()["pins"] == 0)

@@ -32,7 +32,7 @@ def test_every_width_gives_back_every_byte_of_32_layers(
     expected = worker.read(source)
     others = [block for block in range(64) if block not in target]
     before = worker.read(others)
-    retrieve = worker.load("r", keys, target, width)
+    retrieve = worker.retrieve("r", keys, target, width)
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is TransferStatus.OK
     for got, wanted in zip(worker.read(target), expected, strict=True):
@@ -48,13 +48,13 @@ def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
     worker.fill(source)
     worker.save(keys, source)
     worker.poison(target)
-    server.device.loads.close()
-    retrieve = worker.load("r", keys, target, width=1)
+    server.device.retrieves.close()
+    retrieve = worker.retrieve("r", keys, target, width=1)
     for layer in range(8):
-        server.device.loads.wait_until_held()
+        server.device.retrieves.wait_until_held()
         assert retrieve.landed_slices == layer
         assert (worker.pages[layer][:, target] == POISON).all(), "a page changed before its turn"
-        server.device.loads.let_pass(1)
+        server.device.retrieves.let_pass(1)
         worker.wait(partial(_has_landed, retrieve, layer + 1))
         assert np.array_equal(worker.pages[layer][:, target], worker.pages[layer][:, source])
     worker.wait(lambda: retrieve.is_acknowledged)
@@ -75,18 +75,18 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
     keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
     worker.fill(source)
     worker.save(keys, source)
-    server.device.loads.close()
-    retrieve = worker.load("r", keys, target)
-    server.device.loads.wait_until_held()
+    server.device.retrieves.close()
+    retrieve = worker.retrieve("r", keys, target)
+    server.device.retrieves.wait_until_held()
     worker.client.cancel(retrieve)
     eventually(lambda: server.on_loop(lambda: _is_any_cancelled(server)))
     worker.client.poll()
     assert not retrieve.is_over, "its copy is held at the valve and will still write"
-    server.device.loads.open()
+    server.device.retrieves.open()
     worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.CANCELLED
     worker.poison(target)
-    other = worker.load("s", keys, list(range(30, 38)))  # the lane goes on with the next
+    other = worker.retrieve("s", keys, list(range(30, 38)))  # the lane goes on with the next
     worker.wait(lambda: other.is_acknowledged)
     assert all((pages == POISON).all() for pages in worker.read(target))
     assert server.gauges()["pins"] == 0
@@ -98,11 +98,11 @@ def test_a_failed_copy_ends_every_wait_with_its_status(
     keys, source = random_keys(2), list(range(8))
     worker.fill(source)
     worker.save(keys, source)
-    server.device.loads.fail_next(DeviceError("the link broke", "Mend it"))
-    retrieve = worker.load("r", keys, list(range(20, 28)))
+    server.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
+    retrieve = worker.retrieve("r", keys, list(range(20, 28)))
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is TransferStatus.COPY_FAILED
-    again = worker.load("r", keys, list(range(20, 28)))
+    again = worker.retrieve("r", keys, list(range(20, 28)))
     worker.wait(lambda: again.is_acknowledged)
     assert again.outcome is TransferStatus.OK, "the chunks and the lane are unharmed"
     assert server.gauges()["pins"] == 0

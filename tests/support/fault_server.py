@@ -1,6 +1,6 @@
 """A real server process whose slices, stores and messages a test holds, fails or reorders.
 
-`FaultServer.call` reaches these in it: `loads` and `stores` are the valves of its lanes
+`FaultServer.call` reaches these in it: `retrieves` and `stores` are the valves of its lanes
 (`support.valve`), `requests` and `replies` hold messages by the name of their type.
 """
 
@@ -134,7 +134,7 @@ class _Control:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.device = ValvedDevice()
-        self.loads, self.stores = self.device.loads, self.device.stores
+        self.retrieves, self.stores = self.device.retrieves, self.device.stores
         self.requests, self.replies = _requests, _replies
         self.server = lamina.server.main.Server(settings, {HOST: self.device})
         self.log = _Errors()
@@ -151,8 +151,8 @@ class _Control:
     def totals(self) -> dict[str, int]:
         return self._on_loop(self.server.counters.totals)
 
-    def break_loads(self) -> None:
-        self.loads.fail_next(LINK_BROKE)
+    def break_retrieves(self) -> None:
+        self.retrieves.fail_next(LINK_BROKE)
 
     def break_stores(self) -> None:
         self.stores.fail_next(LINK_BROKE)

@@ -108,7 +108,7 @@ class Scene:
         assert result is not None
         blocks = range(result.chunks * BLOCKS // CHUNKS)
         if result.chunks:
-            retrieve = reader.load("reader", keys[: result.chunks], blocks)
+            retrieve = reader.retrieve("reader", keys[: result.chunks], blocks)
             reader.wait(lambda: retrieve.is_acknowledged)
             for got, wanted in zip(reader.read(blocks), self.expected, strict=True):
                 assert np.array_equal(got, wanted[:, : len(blocks)]), "wrong bytes are found"

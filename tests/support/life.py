@@ -50,11 +50,11 @@ class Lease:
     number: int
     keys: list[bytes]
     is_live: bool = True
-    loads: list[Load] = field(default_factory=list)
+    retrieves: list[LiveRetrieve] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Load:
+class LiveRetrieve:
     """A retrieve and what the model knows of it."""
 
     retrieve: Retrieve
@@ -112,7 +112,7 @@ class Life:
         self.worker.client.device = self.device
         self.free = list(range(BLOCKS))
         self.leases: dict[str, Lease] = {}
-        self.loads: list[Load] = []
+        self.retrieves: list[LiveRetrieve] = []
         self.saves: list[Save] = []
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> int:
@@ -125,9 +125,9 @@ class Life:
             self.leases[request] = Lease(result.lease, list(keys[: result.chunks]))
         return result.chunks
 
-    def load(
+    def retrieve(
         self, request: str, first_block: int, width: int, release_after: int, ticketed: bool
-    ) -> Load | None:
+    ) -> LiveRetrieve | None:
         """Retrieve the leased run from `first_block` on; None when the engine has no room."""
         lease = self.leases.get(request)
         if lease is None:
@@ -143,18 +143,18 @@ class Life:
             ticket = self.worker.client.write_ticket()
         may_end_as = {TransferStatus.REFUSED}
         if lease.is_live:
-            may_end_as = {TransferStatus.OK, *self.world.load_faults}
-            if lease.loads:  # the lease ends with the first of them that does
+            may_end_as = {TransferStatus.OK, *self.world.retrieve_faults}
+            if lease.retrieves:  # the lease ends with the first of them that does
                 may_end_as.add(TransferStatus.REFUSED)
         start_tokens = first_block * GEOMETRY.groups[0].block_tokens
-        retrieve = self.worker.client.retrieve(
+        begun = self.worker.client.retrieve(
             request, lease.number, start_tokens, [ids(blocks)], width, ticket
         )
-        assert retrieve is not None
-        load = Load(retrieve, Gate(retrieve, release_after), blocks, expected, may_end_as)
-        lease.loads.append(load)
-        self.loads.append(load)
-        return load
+        assert begun is not None
+        retrieve = LiveRetrieve(begun, Gate(begun, release_after), blocks, expected, may_end_as)
+        lease.retrieves.append(retrieve)
+        self.retrieves.append(retrieve)
+        return retrieve
 
     def store(self, keys: Sequence[bytes], first: int) -> Save | None:
         """Compute chunks `keys[first:]` and store them; None when the engine has no room."""
@@ -177,15 +177,15 @@ class Life:
     def compute(self) -> None:
         self.device.compute()
 
-    def cancel(self, load: Load) -> None:
-        load.may_end_as.add(TransferStatus.CANCELLED)
-        self.worker.client.cancel(load.retrieve)
+    def cancel(self, retrieve: LiveRetrieve) -> None:
+        retrieve.may_end_as.add(TransferStatus.CANCELLED)
+        self.worker.client.cancel(retrieve.retrieve)
 
     def end_request(self, request: str) -> None:
         """As a request does that has finished, was aborted or preempted."""
-        for load in self.loads:
-            if load.retrieve.request == request:
-                load.may_end_as.add(TransferStatus.CANCELLED)
+        for retrieve in self.retrieves:
+            if retrieve.retrieve.request == request:
+                retrieve.may_end_as.add(TransferStatus.CANCELLED)
         self.worker.client.end_request(request)
         self._forget_lease(request)
 
@@ -213,19 +213,21 @@ class Life:
         the next poll."""
         settings = self.worker.client.settings
         self._pass_time(max(settings.retrieve_timeout_ms, settings.store_timeout_ms))
-        eventually(lambda: all(load.retrieve.outcome is not None for load in self.loads))
+        eventually(
+            lambda: all(retrieve.retrieve.outcome is not None for retrieve in self.retrieves)
+        )
 
     def poll(self) -> None:
         """Read replies, and take back the pages of all that is over."""
         self.worker.client.poll()
-        for load in [load for load in self.loads if load.retrieve.is_over]:
-            load.check(self.worker.pages)
-            assert load.outcome is not None
-            self.loads.remove(load)
-            self._give_back(load.blocks)
-            self.world.ended[load.outcome] += 1
+        for retrieve in [retrieve for retrieve in self.retrieves if retrieve.retrieve.is_over]:
+            retrieve.check(self.worker.pages)
+            assert retrieve.outcome is not None
+            self.retrieves.remove(retrieve)
+            self._give_back(retrieve.blocks)
+            self.world.ended[retrieve.outcome] += 1
         for lease in self.leases.values():
-            if any(load.retrieve.is_acknowledged for load in lease.loads):
+            if any(retrieve.retrieve.is_acknowledged for retrieve in lease.retrieves):
                 lease.is_live = False
         for save in [save for save in self.saves if save.store.is_over]:
             self._check_save(save)
@@ -235,8 +237,8 @@ class Life:
 
     def check(self) -> None:
         """Every page is as its owner left it."""
-        for load in self.loads:
-            load.check(self.worker.pages)
+        for retrieve in self.retrieves:
+            retrieve.check(self.worker.pages)
         for save in self.saves:
             self._check_save(save)
         for pages in self.worker.pages:
@@ -245,7 +247,7 @@ class Life:
     def finish(self) -> None:
         """End every request, wait for every transfer; then nothing may be left with anybody."""
         self.compute()
-        self._poll_until(lambda: not self.loads and not self.saves)
+        self._poll_until(lambda: not self.retrieves and not self.saves)
         for request in list(self.leases):
             self.end_request(request)
         assert self.worker.client._link is not None
@@ -266,8 +268,8 @@ class Life:
         eventually(polled)
 
     def _pass_time(self, ms: int) -> None:
-        for load in self.loads:
-            load.may_end_as.add(TransferStatus.TIMED_OUT)
+        for retrieve in self.retrieves:
+            retrieve.may_end_as.add(TransferStatus.TIMED_OUT)
         self.clock_s += ms / 1000
 
     def _take(self, blocks: int) -> list[int] | None:
@@ -316,9 +318,9 @@ class World:
         self.lives = [self._new_life() for _ in range(engines)]
 
     @property
-    def loads(self) -> list[tuple[Life, Load]]:
+    def retrieves(self) -> list[tuple[Life, LiveRetrieve]]:
         """Every retrieve whose pages are not the engine's again."""
-        return [(life, load) for life in self.lives for load in life.loads]
+        return [(life, retrieve) for life in self.lives for retrieve in life.retrieves]
 
     @property
     def saving(self) -> list[Life]:
@@ -328,7 +330,7 @@ class World:
     @property
     def busy(self) -> list[Life]:
         """Every engine that has a lease or a transfer."""
-        return [life for life in self.lives if life.leases or life.loads or life.saves]
+        return [life for life in self.lives if life.leases or life.retrieves or life.saves]
 
     @property
     def leased(self) -> list[tuple[Life, str]]:
@@ -336,9 +338,9 @@ class World:
         return [(life, request) for life in self.lives for request in life.leases]
 
     @property
-    def load_faults(self) -> set[TransferStatus]:
+    def retrieve_faults(self) -> set[TransferStatus]:
         """How a retrieve may end that is about to begin, besides well."""
-        return {TransferStatus.COPY_FAILED} if self.server.device.loads.has_fault else set()
+        return {TransferStatus.COPY_FAILED} if self.server.device.retrieves.has_fault else set()
 
     def evicted(self) -> int:
         """Chunks that the server has evicted so far."""
@@ -355,9 +357,9 @@ class World:
     def break_link(self, valve: Valve) -> None:
         """Make the next copy through `valve` fail."""
         self._faults += 1
-        if valve is self.server.device.loads:
-            for _, load in self.loads:
-                load.may_end_as.add(TransferStatus.COPY_FAILED)
+        if valve is self.server.device.retrieves:
+            for _, retrieve in self.retrieves:
+                retrieve.may_end_as.add(TransferStatus.COPY_FAILED)
         valve.fail_next(LINK_BROKE)
 
     def expire_leases(self) -> None:
@@ -411,7 +413,7 @@ class World:
 
     def finish(self) -> None:
         """Open everything, end everything: nothing may be left."""
-        for valve in (self.server.device.loads, self.server.device.stores):
+        for valve in (self.server.device.retrieves, self.server.device.stores):
             valve.open()
         for life in self.lives:
             life.finish()
@@ -430,7 +432,7 @@ class World:
 
     def close(self) -> None:
         """End all lives and leave the server as it was found."""
-        for valve in (self.server.device.loads, self.server.device.stores):
+        for valve in (self.server.device.retrieves, self.server.device.stores):
             valve.heal()
         for life in self.lives:
             life.worker.close()
@@ -455,10 +457,10 @@ class World:
         return not in_flight and not len(self.server.server.leases)
 
     def _is_settled(self) -> bool:
-        loads, stores = self.server.device.loads, self.server.device.stores
+        retrieves, stores = self.server.device.retrieves, self.server.device.stores
         for session in self._sessions:
             for transfer in (in_flight.transfer for in_flight in session.transfers.values()):
-                valve = loads if isinstance(transfer, RetrieveTransfer) else stores
+                valve = retrieves if isinstance(transfer, RetrieveTransfer) else stores
                 if transfer.is_ready() and not valve.is_holding:
                     return False
         return True

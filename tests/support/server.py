@@ -72,7 +72,7 @@ class ServerThread:
 
     def stop(self) -> None:
         """Open the valves and stop; the thread has ended when it returns."""
-        self.device.loads.open()
+        self.device.retrieves.open()
         self.device.stores.open()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.server.stop)

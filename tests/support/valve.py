@@ -144,7 +144,7 @@ class ValvedDevice:
 
     def __init__(self, inner: ServerDevice | None = None) -> None:
         self._inner = inner or HostServerDevice()
-        self.loads = Valve()
+        self.retrieves = Valve()
         self.stores = Valve()
 
     def near_cpus(self) -> set[int] | None:
@@ -157,5 +157,5 @@ class ValvedDevice:
         return self._inner.open(peer, board, regions)
 
     def stream(self, direction: Direction) -> CopyStream:
-        valve = self.loads if direction is Direction.LOAD else self.stores
+        valve = self.retrieves if direction is Direction.RETRIEVE else self.stores
         return _ValvedStream(self._inner.stream(direction), valve)

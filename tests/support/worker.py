@@ -107,7 +107,7 @@ class PageWorker:
         assert store is not None
         return store
 
-    def load(
+    def retrieve(
         self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], width: int = 1
     ) -> Retrieve:
         """Look keys up, which must all be there, and begin to retrieve them."""

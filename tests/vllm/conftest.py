@@ -76,7 +76,7 @@ def module_engine(model: Path, module_server: ServerThread) -> Iterator[Engine]:
 def server(module_server: ServerThread) -> Iterator[ServerThread]:
     """The module's server with open valves, now and afterwards."""
     yield module_server
-    for valve in (module_server.device.loads, module_server.device.stores):
+    for valve in (module_server.device.retrieves, module_server.device.stores):
         valve.heal()
         valve.open()
 
@@ -86,7 +86,7 @@ def engine(module_engine: Engine, server: ServerThread) -> Iterator[Engine]:
     """The module's engine: nothing can hit in it; in the end nothing may be held."""
     module_engine.forget()
     yield module_engine
-    for valve in (server.device.loads, server.device.stores):
+    for valve in (server.device.retrieves, server.device.stores):
         valve.heal()
         valve.open()
     module_engine.end_requests()

@@ -1,4 +1,4 @@
-"""The ways to load a hit that every scenario runs with."""
+"""The ways to retrieve a hit that every scenario runs with."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lamina.client import StepGates
 from lamina.engines.vllm.connector import LaminaConnector
-from lamina.engines.vllm.loads import Loads
+from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stores import Stores
 from lamina.engines.vllm.tracked import HeldBlocks
@@ -130,13 +130,13 @@ def with_any_number_held(patch: Patch) -> None:
 
 
 def without_gates(patch: Patch) -> None:
-    """No step waits for a load."""
+    """No step waits for a retrieve."""
     _tell(patch, gates=[])
 
 
 def without_sharers(patch: Patch) -> None:
-    """Only its own request waits for a load."""
-    patch.setattr(Loads, "note_reader", lambda self, tracked: None)
+    """Only its own request waits for a retrieve."""
+    patch.setattr(Retrieves, "note_reader", lambda self, tracked: None)
 
 
 def without_sync_flag(patch: Patch) -> None:
@@ -150,12 +150,12 @@ def without_sync_flag(patch: Patch) -> None:
 
 
 def with_two_releases(patch: Patch) -> None:
-    """A request is released as long as its load is under way."""
+    """A request is released as long as its retrieve is under way."""
     once = WorkerSide._try_release
 
-    def twice(self: WorkerSide, number: int, loading: Any, *out: Any) -> None:
-        once(self, number, loading, *out)
-        loading.released = False
+    def twice(self: WorkerSide, number: int, retrieving: Any, *out: Any) -> None:
+        once(self, number, retrieving, *out)
+        retrieving.released = False
 
     patch.setattr(WorkerSide, "_try_release", twice)
 
@@ -175,15 +175,15 @@ def without_second_report(patch: Patch) -> None:
 
 
 def with_readers_forgotten(patch: Patch) -> None:
-    """Bad blocks are given back when their load is over, whoever is yet to read them."""
+    """Bad blocks are given back when their retrieve is over, whoever is yet to read them."""
 
-    def end(self: Loads) -> None:
-        for number, load in list(self.open.items()):
-            if load.over:
+    def end(self: Retrieves) -> None:
+        for number, retrieve in list(self.open.items()):
+            if retrieve.over:
                 del self.open[number]
-                self._held.release(load.blocks)
+                self._held.release(retrieve.blocks)
 
-    patch.setattr(Loads, "end", end)
+    patch.setattr(Retrieves, "end", end)
 
 
 def with_hooks_skipped(patch: Patch) -> None:
@@ -192,24 +192,24 @@ def with_hooks_skipped(patch: Patch) -> None:
 
 
 def without_failures(patch: Patch) -> None:
-    """Nobody learns that a load failed."""
+    """Nobody learns that a retrieve failed."""
     without_reports(patch)
     without_second_report(patch)
 
 
 def without_recomputing(patch: Patch) -> None:
-    """A request whose load failed before it ran takes its tokens for computed."""
-    patch.setattr(Loads, "_recompute", lambda self, load: None)
+    """A request whose retrieve failed before it ran takes its tokens for computed."""
+    patch.setattr(Retrieves, "_recompute", lambda self, retrieve: None)
 
 
 def with_careless_recomputing(patch: Patch) -> None:
     """Such a request keeps its blocks and may find others."""
 
-    def only_count(self: Loads, load: Any) -> None:
-        load.tracked.may_load = False
-        load.tracked.request.num_computed_tokens = load.start_tokens
+    def only_count(self: Retrieves, retrieve: Any) -> None:
+        retrieve.tracked.may_retrieve = False
+        retrieve.tracked.request.num_computed_tokens = retrieve.start_tokens
 
-    patch.setattr(Loads, "_recompute", only_count)
+    patch.setattr(Retrieves, "_recompute", only_count)
 
 
 def without_eviction(patch: Patch) -> None:

@@ -1,12 +1,11 @@
 """vLLM's real scheduler with both real sides of the connector; model, memory and server are toys.
 
 `Rig` turns the engine's loop as vLLM does: schedule, run, abort, update, with one more step under
-way where scheduling is asynchronous. `ScriptedClient` is the client of both sides; its loads and
-stores move only when a test or a waiting forward says so. After every scheduling pass the rig
-asserts that no block is handed out while a load writes it or a store reads it. Memory is real
+way where scheduling is asynchronous. `ScriptedClient` is the client of both sides; its retrieves
+and stores move only when a test or a waiting forward says so. After every scheduling pass the rig
+asserts that no block is handed out while a retrieve writes it or a store reads it. Memory is real
 enough to be wrong: a token's KV names its whole prefix, and a request that reads anything else
-samples `WRONG`, which must never come out.
-"""
+samples `WRONG`, which must never come out."""
 
 from __future__ import annotations
 
@@ -325,12 +324,14 @@ class Rig:
             assert given == expected, f"{name} was given a token computed on wrong KV"
 
     def _check_target(self, request: str, blocks: list[int]) -> None:
-        """A load may write only blocks that nobody else has, and no step under way writes."""
-        assert self.client.written.isdisjoint(blocks), f"a step still writes where {request} loads"
+        """A retrieve may write only blocks that nobody else has, and no step under way writes."""
+        assert self.client.written.isdisjoint(blocks), (
+            f"a step still writes where {request} retrieves"
+        )
         for other in self.scheduler.requests.keys() - {request}:
             # Who came in this pass may have found them in the prefix cache.
             had = self._tables.get(other, set()).intersection(self.blocks_of(other), blocks)
-            assert not had, f"{request} loads into blocks {had} of {other}"
+            assert not had, f"{request} retrieves into blocks {had} of {other}"
 
 
 class Part(NamedTuple):

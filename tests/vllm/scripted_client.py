@@ -73,7 +73,7 @@ class Text:
         return self._kv[:count]
 
 
-class ScriptedLoad:
+class ScriptedRetrieve:
     """Stands in for `client.Retrieve`, and for the server's copying."""
 
     base = 0
@@ -201,9 +201,9 @@ class ScriptedLookup:
 
 
 class ScriptedClient:
-    """The client of both sides; also the device whose waits make a load's slices land.
+    """The client of both sides; also the device whose waits make a retrieve's slices land.
 
-    `check_target` is asked about the blocks of each new load.
+    `check_target` is asked about the blocks of each new retrieve.
     """
 
     name = "host"
@@ -221,23 +221,24 @@ class ScriptedClient:
         self.namespaces: list[Namespace] = []
         self.chunks: dict[bytes, list[int]] = {}
         self.leases: dict[int, tuple[str, list[bytes]]] = {}
-        self.loads: list[ScriptedLoad] = []
+        self.retrieves: list[ScriptedRetrieve] = []
         self.stores: list[ScriptedStore] = []
         self.written: set[int] = set()
         """Blocks that steps under way write."""
         self.is_usable = True
-        self.takes_loads = True
+        self.takes_retrieves = True
         """Whether the worker's side reaches the server too, and it has room."""
         self.server = 0
         """Which server it is."""
         self.answers = True
         """Whether lookups are answered."""
         self.acknowledges = True
-        """Whether a cancelled load is over at once."""
+        """Whether a cancelled retrieve is over at once."""
         self.is_swift = False
         """Whether transfers end by themselves between steps."""
         self.doomed: dict[str, bool] = {}
-        """Requests whose loads fail when a forward waits for them; whether they are then over."""
+        """Requests whose retrieves fail when a forward waits for them; whether they are then
+        over."""
         self._numbers = 0
         self._descriptions: tuple[bytes, ...] = ()
 
@@ -257,21 +258,25 @@ class ScriptedClient:
     def advance(self) -> None:
         """The time between two steps."""
         if self.is_swift:
-            for load in self.loads:
-                load.land()
-                if not load.is_over:
-                    load.end()
+            for retrieve in self.retrieves:
+                retrieve.land()
+                if not retrieve.is_over:
+                    retrieve.end()
             for store in self.stores:
                 store.end()
 
     def busy(self) -> dict[int, str]:
         """Blocks that a transfer reads or writes, and what for."""
-        loads = {b: f"still loaded by {x.request}" for x in self.open_loads for b in x.blocks}
-        return loads | {b: "still stored" for x in self.stores if not x.is_over for b in x.blocks}
+        retrieves = {
+            b: f"still retrieved by {x.request}" for x in self.open_retrieves for b in x.blocks
+        }
+        return retrieves | {
+            b: "still stored" for x in self.stores if not x.is_over for b in x.blocks
+        }
 
     @property
-    def open_loads(self) -> list[ScriptedLoad]:
-        return [load for load in self.loads if not load.is_over]
+    def open_retrieves(self) -> list[ScriptedRetrieve]:
+        return [retrieve for retrieve in self.retrieves if not retrieve.is_over]
 
     # As `client.Client`
 
@@ -319,21 +324,21 @@ class ScriptedClient:
         block_ids: Sequence[Iterable[int]],
         layers_per_slice: int,
         ticket: int | None = None,
-    ) -> ScriptedLoad | None:
+    ) -> ScriptedRetrieve | None:
         blocks = [int(block) for block in block_ids[0]]
-        if not (self.is_usable and self.takes_loads):
+        if not (self.is_usable and self.takes_retrieves):
             self.leases.pop(lease, None)  # it runs out
             return None
         self._check_target(request, blocks)
         leased = [value for key in self.leases[lease][1] for value in self.chunks[key]]
         kv = leased[start_tokens : start_tokens + len(blocks) * BLOCK]
-        slot = len(self.loads)
-        load = ScriptedLoad(self, slot, request, lease, blocks, kv, layers_per_slice)
-        self.loads.append(load)
-        return load
+        slot = len(self.retrieves)
+        retrieve = ScriptedRetrieve(self, slot, request, lease, blocks, kv, layers_per_slice)
+        self.retrieves.append(retrieve)
+        return retrieve
 
-    def cancel(self, load: ScriptedLoad) -> None:
-        load.fail(self.acknowledges, TransferStatus.CANCELLED)
+    def cancel(self, retrieve: ScriptedRetrieve) -> None:
+        retrieve.fail(self.acknowledges, TransferStatus.CANCELLED)
 
     def store(
         self, parent: bytes, keys: list[bytes], block_ids: Sequence[Iterable[int]], ticket: int
@@ -350,9 +355,9 @@ class ScriptedClient:
     def end_request(self, request: str) -> None:
         check_name("the request's name", request)
         self._end_leases(request)
-        for load in self.open_loads:
-            if load.request == request:
-                self.cancel(load)
+        for retrieve in self.open_retrieves:
+            if retrieve.request == request:
+                self.cancel(retrieve)
 
     def end_lease(self, lease: int) -> None:
         self.leases.pop(lease, None)
@@ -360,10 +365,10 @@ class ScriptedClient:
     # As `devices.WorkerDevice`
 
     def wait_landed(self, board: Any, slot: int, count: int, stream: Any = None) -> None:
-        load = self.loads[slot]
-        if load.request in self.doomed:
-            load.fail(self.doomed[load.request])
-        load.land(count)
+        retrieve = self.retrieves[slot]
+        if retrieve.request in self.doomed:
+            retrieve.fail(self.doomed[retrieve.request])
+        retrieve.land(count)
 
     def _end_leases(self, request: str) -> None:
         for lease in [n for n, (owner, _) in self.leases.items() if owner == request]:

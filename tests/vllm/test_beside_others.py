@@ -32,7 +32,7 @@ def test_an_engine_with_nixl(model: Path, server: ServerThread, order: int) -> N
     engine = Engine(model, server.settings.socket, arguments={"kv_transfer_config": config})
     try:
         prompt = random_tokens(HIT + 20, 90, order + 1)
-        expected = engine.ask(prompt, load=False, store=False)
+        expected = engine.ask(prompt, retrieve=False, store=False)
         for mode in ({}, *MODES.values()):
             engine.ask(prompt)
             engine.forget()

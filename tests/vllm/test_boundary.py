@@ -41,7 +41,7 @@ def test_an_engine_that_holds_nothing_goes_on_without_the_cache(
             rig.run(request)
     assert rig.ended == {"A": "LENGTH", "B": "LENGTH"}
     assert len(calls) == 1, "it was called again"
-    assert not rig.client.loads
+    assert not rig.client.retrieves
     said = [record for record in caplog.records if "goes on without its cache" in record.message]
     assert len(said) == 1
     assert said[0].exc_info
@@ -49,7 +49,7 @@ def test_an_engine_that_holds_nothing_goes_on_without_the_cache(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lookup_that_fails_beside_a_load_leaves_the_load_gated(
+def test_a_lookup_that_fails_beside_a_retrieve_leaves_the_retrieve_gated(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B reads A's blocks before they have landed; it was known when its lookup failed."""
@@ -57,7 +57,7 @@ def test_a_lookup_that_fails_beside_a_load_leaves_the_load_gated(
     asked = prompt(1, 130)
     rig.hold(asked, 2)
     rig.add("A", asked, release_after_slices=1)
-    rig.until(lambda: rig.client.loads)
+    rig.until(lambda: rig.client.retrieves)
     rig.add("B", asked)
     break_call(monkeypatch, "matched_tokens")
     rig.client.is_swift = True
@@ -75,8 +75,8 @@ def test_with_blocks_held_the_engine_ends_rather_than_guess(
     asked = prompt(1, 130)
     rig.hold(asked, 2)
     rig.add("A", asked, release_after_slices=1)
-    if name != "allocated":  # which is where a load begins
-        rig.until(lambda: rig.client.loads)
+    if name != "allocated":  # which is where a retrieve begins
+        rig.until(lambda: rig.client.retrieves)
     break_call(monkeypatch, name)
     rig.client.is_swift = True
     with pytest.raises(ZeroDivisionError):
@@ -84,7 +84,7 @@ def test_with_blocks_held_the_engine_ends_rather_than_guess(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_request_that_cannot_be_tracked_beside_a_load_ends_the_engine(
+def test_a_request_that_cannot_be_tracked_beside_a_retrieve_ends_the_engine(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would gate what it reads."""
@@ -92,7 +92,7 @@ def test_a_request_that_cannot_be_tracked_beside_a_load_ends_the_engine(
     asked = prompt(1, 130)
     rig.hold(asked, 2)
     rig.add("A", asked, release_after_slices=1)
-    rig.until(lambda: rig.client.loads)
+    rig.until(lambda: rig.client.retrieves)
     break_call(monkeypatch, "_track")
 
     def serve() -> None:

@@ -2,7 +2,7 @@
 
 First: the tokens depend on the KV, every page of it. Then every scenario is compared with vLLM's
 own prefix-cache hit of the same length under the same schedule. Alone, a request's tokens,
-logarithms and page bytes are the same bit for bit (`test_engine_load` has the crowds).
+logarithms and page bytes are the same bit for bit (`test_engine_retrieve` has the crowds).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Reference(NamedTuple):
 def own_hit(engine: Engine, stored: list[int], hit: int, prompt: list[int]) -> Reference:
     """Answer `prompt` with a hit of `hit` tokens in vLLM's own cache, on the blocks `stored`."""
     engine.keep_cached(stored[: hit // BLOCK_TOKENS])
-    answer = engine.ask(prompt, load=False, store=False)
+    answer = engine.ask(prompt, retrieve=False, store=False)
     assert answer.cached == hit
     return Reference(answer, engine.pages_of("alone", len(prompt)))
 
 
 def store(engine: Engine, prompt: list[int]) -> list[int]:
     """Compute and store a prompt; returns its blocks, which vLLM's own cache holds too."""
-    assert engine.ask(prompt, load=False).cached == 0
+    assert engine.ask(prompt, retrieve=False).cached == 0
     return engine.blocks_of["alone"]
 
 
@@ -104,7 +104,7 @@ def test_unrelated_prefixes_give_different_tokens(engine: Engine) -> None:
 
 def test_cold_request_computes_what_vllm_computes_alone(engine: Engine) -> None:
     prompt = random_tokens(300, 4)
-    alone = engine.ask(prompt, load=False, store=False)
+    alone = engine.ask(prompt, retrieve=False, store=False)
     pages = engine.pages_of("alone", 300)
     engine.forget()
     assert engine.ask(prompt) == alone
@@ -178,7 +178,7 @@ def test_answers_are_reused(engine: Engine, mode: dict[str, Any]) -> None:
     prompt = random_tokens(100, 11, *mode.values())
     for tokens, hit in ((92, 2 * CHUNK_TOKENS), (93, 3 * CHUNK_TOKENS)):
         engine.forget()
-        said = engine.ask(prompt, tokens, load=False)
+        said = engine.ask(prompt, tokens, retrieve=False)
         stored = engine.blocks_of["alone"]
         follow_up = prompt + said.tokens + random_tokens(30, 12)
         reference = own_hit(engine, stored, hit, follow_up)

@@ -1,4 +1,5 @@
-"""A load leaves as soon as vLLM has scheduled its request, not when the step is ready to run."""
+"""A retrieve leaves as soon as vLLM has scheduled its request, not when the step is ready to
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.vllm.modes import in_every_mode
 
 
 class Begun:
-    """Which of a step's loads were on their way when the step began, and which were not."""
+    """Which of a step's retrieves were on their way when the step began, and which were not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.early: list[int] = []
@@ -22,8 +23,10 @@ class Begun:
         begin_step = WorkerSide.begin_step
 
         def note(side: WorkerSide, step: StepMetadata, stream: Any) -> None:
-            for load in step.loads:
-                (self.early if load.number in side._loads else self.late).append(load.number)
+            for retrieve in step.retrieves:
+                (self.early if retrieve.number in side._retrieves else self.late).append(
+                    retrieve.number
+                )
             begin_step(side, step, stream)
 
         monkeypatch.setattr(WorkerSide, "begin_step", note)
@@ -32,13 +35,13 @@ class Begun:
 def stored(engine: Engine, seed: int) -> list[int]:
     """A prompt whose first two chunks are in the cache."""
     prompt = random_tokens(2 * CHUNK_TOKENS + 5, 90, seed)
-    engine.ask(prompt, load=False)
+    engine.ask(prompt, retrieve=False)
     engine.forget()
     return prompt
 
 
 @in_every_mode
-def test_a_load_is_on_its_way_before_its_step_begins(
+def test_a_retrieve_is_on_its_way_before_its_step_begins(
     engine: Engine, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = stored(engine, 0)
@@ -49,7 +52,7 @@ def test_a_load_is_on_its_way_before_its_step_begins(
     assert not begun.late
 
 
-def test_a_load_that_needs_a_ticket_waits_for_what_writes_its_blocks(
+def test_a_retrieve_that_needs_a_ticket_waits_for_what_writes_its_blocks(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = stored(engine, 1)
@@ -61,12 +64,12 @@ def test_a_load_that_needs_a_ticket_waits_for_what_writes_its_blocks(
         return build_step(side, output)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(type(engine.connector._scheduler), "build_step", zeroing)
-    assert engine.ask(prompt, store=False, load=True).cached == 2 * CHUNK_TOKENS
+    assert engine.ask(prompt, store=False, retrieve=True).cached == 2 * CHUNK_TOKENS
     assert not begun.early
     assert len(begun.late) == 1
 
 
-def test_a_scheduler_on_another_thread_leaves_loads_to_the_step(
+def test_a_scheduler_on_another_thread_leaves_retrieves_to_the_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client and the device belong to the thread that launches the model."""

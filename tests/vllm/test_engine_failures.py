@@ -1,6 +1,6 @@
 """Slices held back and slices that fail, on the real vLLM: no early read, no garbage token.
 
-Copies of a load pass a valve one slice at a time, while another thread steps the engine.
+Copies of a retrieve pass a valve one slice at a time, while another thread steps the engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Prompt:
 
     def __init__(self, engine: Engine, seed: int, tokens: int = 4) -> None:
         self.tokens = random_tokens(HIT + 40, 30, seed)
-        self.answer = engine.ask(self.tokens, tokens, load=False)
+        self.answer = engine.ask(self.tokens, tokens, retrieve=False)
         self.pages: Pages = engine.pages_of("alone", HIT)
         engine.forget()
 
 
 @pytest.fixture
-def loads(server: ServerThread) -> Valve:
-    return server.device.loads
+def retrieves(server: ServerThread) -> Valve:
+    return server.device.retrieves
 
 
 def release_held(engine: Engine, valve: Valve, name: str, mode: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def held_step(engine: Engine, valve: Valve) -> Iterator[None]:
 
 @in_early_modes
 def test_no_layer_reads_before_its_slice_has_landed(
-    engine: Engine, loads: Valve, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, retrieves: Valve, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever the wait for a layer is over, the pages of that layer hold their bytes."""
     prompt = Prompt(engine, 1)
@@ -97,21 +97,21 @@ def test_no_layer_reads_before_its_slice_has_landed(
         read.append(layer)
 
     monkeypatch.setattr(engine.worker, "wait_for_layer_load", wait_and_look)
-    loads.close()
+    retrieves.close()
     engine.add("r", prompt.tokens, store=False, **mode)
-    release_held(engine, loads, "r", mode)
+    release_held(engine, retrieves, "r", mode)
     slices = -(-LAYERS // width)
 
     def have_read(layers: int) -> Callable[[], bool]:
         return lambda: len(read) == layers
 
-    with held_step(engine, loads):
+    with held_step(engine, retrieves):
         for landed in range(mode["release_after_slices"], slices):
-            loads.wait_until_held()
+            retrieves.wait_until_held()
             eventually(have_read(landed * width))
             blocks = engine.blocks_of_running("r")[: HIT // BLOCK_TOKENS]
             assert (engine.pages(blocks)[landed * width] != prompt.pages[landed * width]).any()
-            loads.let_pass(1)
+            retrieves.let_pass(1)
     assert read[:LAYERS] == list(range(LAYERS))
     answer = engine.run()["r"]
     assert (answer.tokens, answer.logprobs) == (prompt.answer.tokens, prompt.answer.logprobs)
@@ -119,15 +119,15 @@ def test_no_layer_reads_before_its_slice_has_landed(
 
 @in_early_modes
 def test_sharer_waits_for_slices_of_the_blocks_it_shares(
-    engine: Engine, loads: Valve, mode: dict[str, Any]
+    engine: Engine, retrieves: Valve, mode: dict[str, Any]
 ) -> None:
     """A request that finds draining blocks in vLLM's own cache is gated like their owner."""
     prompt = Prompt(engine, 2)
-    loads.close()
+    retrieves.close()
     engine.add("owner", prompt.tokens, store=False, **mode)
-    release_held(engine, loads, "owner", mode)
-    engine.add("sharer", prompt.tokens, load=False, store=False)
-    with held_step(engine, loads):
+    release_held(engine, retrieves, "owner", mode)
+    engine.add("sharer", prompt.tokens, retrieve=False, store=False)
+    with held_step(engine, retrieves):
         shared = engine.blocks_of_running("owner")[: HIT // BLOCK_TOKENS]
         assert engine.blocks_of_running("sharer")[: len(shared)] == shared
     answers = engine.run()
@@ -139,36 +139,36 @@ def test_sharer_waits_for_slices_of_the_blocks_it_shares(
 
 @in_early_modes
 def test_slice_that_fails_after_release_ends_its_readers_in_an_error(
-    engine: Engine, loads: Valve, mode: dict[str, Any]
+    engine: Engine, retrieves: Valve, mode: dict[str, Any]
 ) -> None:
     """Owner and sharer give no token from the step that read it; an unrelated request goes on."""
     prompt, other = Prompt(engine, 3), Prompt(engine, 4, tokens=12)
-    engine.add("other", other.tokens, 12, load=False, store=False)
+    engine.add("other", other.tokens, 12, retrieve=False, store=False)
     engine.step_until(lambda: engine.request("other").num_output_tokens >= 2)
-    loads.close()
+    retrieves.close()
     engine.add("owner", prompt.tokens, store=False, **mode)
-    release_held(engine, loads, "owner", mode)
-    engine.add("sharer", prompt.tokens, load=False, store=False)
-    with held_step(engine, loads):
-        loads.fail_next(LINK_BROKE)
+    release_held(engine, retrieves, "owner", mode)
+    engine.add("sharer", prompt.tokens, retrieve=False, store=False)
+    with held_step(engine, retrieves):
+        retrieves.fail_next(LINK_BROKE)
     answers = engine.run()
     for name in ("owner", "sharer"):
         assert (answers[name].reason, answers[name].tokens) == ("error", [])
     assert answers["other"].tokens == other.answer.tokens
     engine.assert_idle()
-    assert engine.ask(prompt.tokens, load=False, store=False).tokens == prompt.answer.tokens
+    assert engine.ask(prompt.tokens, retrieve=False, store=False).tokens == prompt.answer.tokens
     engine.forget()
     check_hit(engine, prompt)
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])
 def test_slice_that_fails_before_release_is_recomputed(
-    engine: Engine, loads: Valve, width: int
+    engine: Engine, retrieves: Valve, width: int
 ) -> None:
     prompt = Prompt(engine, 5)
-    loads.fail_next(LINK_BROKE)
+    retrieves.fail_next(LINK_BROKE)
     answer = engine.ask(prompt.tokens, store=False, layerwise_overlap=width)
-    assert not loads.has_fault
+    assert not retrieves.has_fault
     assert answer.tokens == prompt.answer.tokens
     assert answer.logprobs == prompt.answer.logprobs
     engine.forget()
@@ -176,57 +176,60 @@ def test_slice_that_fails_before_release_is_recomputed(
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])
-def test_load_that_times_out_before_release_is_recomputed(
-    engine: Engine, loads: Valve, width: int, short_retrieves: None
+def test_retrieve_that_times_out_before_release_is_recomputed(
+    engine: Engine, retrieves: Valve, width: int, short_retrieves: None
 ) -> None:
     """The request goes on without waiting for the server; the blocks stay held until it is known
     that it will not write to them."""
     prompt = Prompt(engine, 6)
-    loads.close()
+    retrieves.close()
     engine.add("r", prompt.tokens, store=False, layerwise_overlap=width)
     engine.step_until(lambda: engine.is_answered)
     answer = engine.answers.pop("r")
-    assert loads.is_holding
+    assert retrieves.is_holding
     assert engine.pool.get_num_free_blocks() <= engine.blocks - 1 - HIT // BLOCK_TOKENS
     engine.poison_free()
-    loads.open()
+    retrieves.open()
     engine.run()
     assert (answer.tokens, answer.reason) == (prompt.answer.tokens, "length")
     engine.assert_idle()
 
 
 @in_early_modes
-def test_load_that_times_out_after_release_ends_its_request_in_an_error(
-    engine: Engine, loads: Valve, mode: dict[str, Any], short_retrieves: None
+def test_retrieve_that_times_out_after_release_ends_its_request_in_an_error(
+    engine: Engine, retrieves: Valve, mode: dict[str, Any], short_retrieves: None
 ) -> None:
     prompt = Prompt(engine, 7)
-    loads.close()
+    retrieves.close()
     engine.add("r", prompt.tokens, store=False, **mode)
-    release_held(engine, loads, "r", mode)
+    release_held(engine, retrieves, "r", mode)
     engine.step_until(lambda: engine.is_answered)
     answer = engine.answers.pop("r")
     assert (answer.reason, answer.tokens) == ("error", [])
     assert engine.pool.get_num_free_blocks() == engine.blocks - 1 - HIT // BLOCK_TOKENS
-    loads.open()
+    retrieves.open()
     engine.run()
     engine.assert_idle()
 
 
 @in_early_modes
-def test_abort_while_slices_are_held(engine: Engine, loads: Valve, mode: dict[str, Any]) -> None:
-    """The blocks of a load whose request is gone are handed out only once nothing more arrives."""
+def test_abort_while_slices_are_held(
+    engine: Engine, retrieves: Valve, mode: dict[str, Any]
+) -> None:
+    """The blocks of a retrieve whose request is gone are handed out only once nothing more
+    arrives."""
     prompt = Prompt(engine, 8)
-    loads.close()
+    retrieves.close()
     engine.add("r", prompt.tokens, store=False, **mode)
     if mode["release_after_slices"]:
-        release_held(engine, loads, "r", mode)
+        release_held(engine, retrieves, "r", mode)
         engine.abort("r")
         engine.step()
         assert engine.pool.get_num_free_blocks() <= engine.blocks - 1 - HIT // BLOCK_TOKENS
         engine.poison_free()
-        loads.open()
+        retrieves.open()
     else:
-        with held_step(engine, loads):
+        with held_step(engine, retrieves):
             pass
         engine.abort("r")
     engine.run()
@@ -236,7 +239,7 @@ def test_abort_while_slices_are_held(engine: Engine, loads: Valve, mode: dict[st
 
 
 def check_hit(engine: Engine, prompt: Prompt) -> None:
-    """The prompt can be loaded, and gives its answer."""
+    """The prompt can be retrieved, and gives its answer."""
     answer = engine.ask(prompt.tokens, store=False, layerwise_overlap=1)
     assert answer.cached == HIT
     assert answer.tokens == prompt.answer.tokens
@@ -244,7 +247,7 @@ def check_hit(engine: Engine, prompt: Prompt) -> None:
 
 @pytest.fixture
 def short_retrieves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads time out after 0.2 s."""
+    """Retrieves time out after 0.2 s."""
     client = engine.worker._worker.client
     settings = msgspec.structs.replace(client.settings, retrieve_timeout_ms=200)
     monkeypatch.setattr(client, "settings", settings)

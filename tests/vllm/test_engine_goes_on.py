@@ -29,17 +29,17 @@ def test_an_adapter_that_cannot_be_read_costs_only_its_own_requests_the_cache(
     prompt = random_tokens(HIT + 20, 69)
     engine.ask(prompt)
     engine.forget()
-    server.device.loads.close()
-    engine.add("loading", prompt, layerwise_overlap=1, release_after_slices=1)
+    server.device.retrieves.close()
+    engine.add("retrieving", prompt, layerwise_overlap=1, release_after_slices=1)
     engine.step()
     engine.add("broken", random_tokens(HIT, 70), 1)
     vllm_request = engine.request("broken")
     tracked = engine.side._tracked.pop(vllm_request.request_id)
-    assert tracked.may_load
+    assert tracked.may_retrieve
     vllm_request.lora_request = broken
-    assert engine.side._track(vllm_request).may_load is False
+    assert engine.side._track(vllm_request).may_retrieve is False
     vllm_request.lora_request = None
-    server.device.loads.open()
+    server.device.retrieves.open()
     answers = engine.run()
-    assert answers["loading"].cached == HIT
+    assert answers["retrieving"].cached == HIT
     assert {answer.reason for answer in answers.values()} == {"length"}

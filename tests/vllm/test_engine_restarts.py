@@ -79,11 +79,13 @@ def lone_engine(model: Path, own_socket: Path) -> Iterator[Engine]:
 def crowd(lone_engine: Engine) -> dict[str, tuple[list[int], Answer]]:
     """8 prompts and their answers."""
     prompts = {f"r{i}": random_tokens(HIT + 20 + i, 41, i) for i in range(8)}
-    return {name: (p, lone_engine.ask(p, ANSWER_TOKENS, load=False)) for name, p in prompts.items()}
+    return {
+        name: (p, lone_engine.ask(p, ANSWER_TOKENS, retrieve=False)) for name, p in prompts.items()
+    }
 
 
 @in_every_mode
-def test_server_is_killed_and_comes_back_under_load(
+def test_server_is_killed_and_comes_back_under_retrieve(
     lone_engine: Engine,
     own_socket: Path,
     crowd: dict[str, tuple[list[int], Answer]],
@@ -100,7 +102,7 @@ def test_server_is_killed_and_comes_back_under_load(
     def kill_and_wait(name: str) -> None:
         whole = mode["layerwise_overlap"] in (0, LAYERS)
         if f".{0 if whole else LAYERS // 2}." in name and server.process.poll() is None:
-            waiting.update(name for name in crowd if is_loading(engine, name))
+            waiting.update(name for name in crowd if is_retrieving(engine, name))
             server.stop(signal.SIGKILL)
         wait(name)
 
@@ -108,7 +110,7 @@ def test_server_is_killed_and_comes_back_under_load(
         engine.forget()
         hits_again(engine, mode)
         for prompt, _ in crowd.values():
-            engine.ask(prompt, 1, load=False)
+            engine.ask(prompt, 1, retrieve=False)
         engine.forget()
         for name, (prompt, _) in crowd.items():
             engine.add(name, prompt, ANSWER_TOKENS, **mode)
@@ -118,7 +120,7 @@ def test_server_is_killed_and_comes_back_under_load(
         assert server.process.poll() is not None
         failed = {name for name, answer in answers.items() if answer.reason == "error"}
         assert failed.isdisjoint(waiting)
-        assert waiting or failed, "every load was over before the server was"
+        assert waiting or failed, "every retrieve was over before the server was"
         for name, (_, alone) in crowd.items():
             assert answers[name].tokens == ([] if name in failed else alone.tokens)
         engine.assert_idle()
@@ -130,8 +132,8 @@ def test_server_is_killed_and_comes_back_under_load(
         engine.end_requests()
 
 
-def is_loading(engine: Engine, name: str) -> bool:
-    """Whether a request waits for its load and was not released."""
+def is_retrieving(engine: Engine, name: str) -> bool:
+    """Whether a request waits for its retrieve and was not released."""
     request = engine.request(name)
     waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
     return waits and request.request_id not in engine.scheduler.finished_recving_kv_req_ids

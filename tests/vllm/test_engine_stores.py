@@ -66,18 +66,18 @@ def test_a_reset_does_not_wait_for_stores(
     check_not_found(engine, server, prompt)
 
 
-def test_a_reset_forgets_at_once_though_loads_hold_blocks(
+def test_a_reset_forgets_at_once_though_retrieves_hold_blocks(
     engine: Engine, server: ServerThread
 ) -> None:
     """vLLM cannot empty its own cache then; what is to be forgotten is not found all the same."""
     prompt = random_tokens(HIT + 20, 93)
     engine.ask(prompt)
     engine.forget()
-    server.device.loads.close()
-    engine.add("loading", prompt, 1, layerwise_overlap=0)
+    server.device.retrieves.close()
+    engine.add("retrieving", prompt, 1, layerwise_overlap=0)
     engine.step_until(lambda: engine.connector.has_pending_push_work())
     assert not engine._llm.reset_prefix_cache(reset_connector=True)
-    server.device.loads.open()
-    assert engine.run()["loading"].reason == "length"
+    server.device.retrieves.open()
+    assert engine.run()["retrieving"].reason == "length"
     engine.forget()
     assert engine.ask(prompt).cached == 0

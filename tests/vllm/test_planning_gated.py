@@ -8,11 +8,11 @@ from lamina.client import AutoPolicy, Release, ReleaseQuery
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import CHUNK, LAYERS
 
-SYNCHRONOUS, HELD = Release(1, 0), Release(1, 1)
+SYNCHRONOUS, OUTSIDE = Release(1, 0), Release(1, 1)
 
 
 class Scene:
-    """A rig whose loads are planned as the test says, at a clock that stands still."""
+    """A rig whose retrieves are planned as the test says, at a clock that stands still."""
 
     def __init__(self, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.releases: list[Release] = []
@@ -49,7 +49,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sc
     return Scene(request.param, monkeypatch)
 
 
-def test_a_step_waits_until_the_last_load_that_it_reads_has_landed(scene: Scene) -> None:
+def test_a_step_waits_until_the_last_retrieve_that_it_reads_has_landed(scene: Scene) -> None:
     for chunks in (4, 2, 1):
         scene.add(chunks, SYNCHRONOUS)
     scene.rig.step()
@@ -59,21 +59,21 @@ def test_a_step_waits_until_the_last_load_that_it_reads_has_landed(scene: Scene)
 
 def test_a_step_does_not_wait_for_who_is_held(scene: Scene) -> None:
     for _ in range(2):
-        scene.add(4, HELD)
+        scene.add(4, OUTSIDE)
     scene.rig.step()
     assert scene.gated_chunks == [0, 0]
     assert scene.queries[1].lane_busy_s > 0
     scene.rig.close()
 
 
-def test_a_step_waits_for_the_rest_of_a_load_whose_request_was_released(scene: Scene) -> None:
-    scene.add(4, HELD)
-    scene.rig.until(lambda: scene.rig.client.loads)
-    scene.rig.client.loads[0].land(1)
+def test_a_step_waits_for_the_rest_of_a_retrieve_whose_request_was_released(scene: Scene) -> None:
+    scene.add(4, OUTSIDE)
+    scene.rig.until(lambda: scene.rig.client.retrieves)
+    scene.rig.client.retrieves[0].land(1)
     scene.rig.until(lambda: scene.rig.releases("r1"))
     scene.rig.catch_up()
-    assert scene.rig.client.loads[0].landed_slices < LAYERS
-    scene.add(4, HELD)
+    assert scene.rig.client.retrieves[0].landed_slices < LAYERS
+    scene.add(4, OUTSIDE)
     scene.rig.until(lambda: len(scene.queries) == 2)
     assert scene.gated_chunks == pytest.approx([0, 4])
     scene.rig.close()

@@ -37,25 +37,25 @@ class TwoRanks(Rig):
         if kv.kv_connector_worker_meta is not None:
             report = kv.kv_connector_worker_meta = copy.deepcopy(kv.kv_connector_worker_meta)
             if kv.finished_recving:
-                report.loads_to_recompute = Counter({1: 1})
-                report.loads_failed = Counter()
+                report.retrieves_to_recompute = Counter({1: 1})
+                report.retrieves_failed = Counter()
         return self._aggregator.aggregate([first, second]), written
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="needs other blocks to compute in")
-def test_a_load_that_failed_on_one_rank_is_computed_on_all(mode: str) -> None:
+def test_a_retrieve_that_failed_on_one_rank_is_computed_on_all(mode: str) -> None:
     rig = TwoRanks(mode)
     rig.hold(ASKED, 2)
     rig.add("A", ASKED, release_after_slices=1, layerwise_overlap=3)
-    rig.until(lambda: rig.client.loads)
-    rig.client.loads[0].land()
+    rig.until(lambda: rig.client.retrieves)
+    rig.client.retrieves[0].land()
     rig.until(lambda: rig.steps_of("A"))
     first = rig.steps_of("A")[0].requests["A"]
     assert first == len(ASKED), f"{len(ASKED) - first} tokens count that one rank never got"
     assert rig.side.counts.recomputed + rig.counts["recomputed"] == 1
     rig.run("A")
     assert rig.ended["A"] == "LENGTH"
-    assert not rig.side.loads.open
-    assert len(rig.client.loads[0].blocks) * 16 == 2 * CHUNK
+    assert not rig.side.retrieves.open
+    assert len(rig.client.retrieves[0].blocks) * 16 == 2 * CHUNK
     rig.close()

@@ -15,7 +15,7 @@ from tests.vllm.scripted_client import CHUNK
 ASKED = prompt(1, 4 * CHUNK + 2)
 MALFORMED: dict[str, list[Any]] = {
     "release_after_slices": ["x", "-1", "1" * 5_000, -1, 10**400, 1e400, 1.0, True, [], {}],
-    "load": ["false", 0, 1, None, []],
+    "retrieve": ["false", 0, 1, None, []],
     "store": ["false", 0, 1, None, []],
     "layerwise_overlap": [-1, "x", [], 1e400, None],
     "nonsense\nmore": [1],
@@ -35,10 +35,10 @@ def test_a_malformed_setting_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("after", [0, 3, "0", "3"])
 def test_slices_as_a_number_or_its_digits(after: Any) -> None:
-    params = {"lamina.release_after_slices": after, "lamina.load": False}
+    params = {"lamina.release_after_slices": after, "lamina.retrieve": False}
     settings = RequestSettings(ConnectorSettings(), params)
     assert settings.policy.release_after_slices == int(after)  # type: ignore[attr-defined]
-    assert not settings.load
+    assert not settings.retrieve
     assert settings.store
 
 
@@ -49,19 +49,24 @@ class Hostile(dict[str, Any]):
         raise RecursionError("it never ends")
 
 
-UNREADABLE = [{"lamina.release_after_slices": "x"}, {"lamina.load": "false"}, {7: 1}, Hostile(a=1)]
+UNREADABLE = [
+    {"lamina.release_after_slices": "x"},
+    {"lamina.retrieve": "false"},
+    {7: 1},
+    Hostile(a=1),
+]
 
 
-@pytest.mark.parametrize("params", UNREADABLE, ids=["slices", "load", "key", "hostile"])
+@pytest.mark.parametrize("params", UNREADABLE, ids=["slices", "retrieve", "key", "hostile"])
 @pytest.mark.parametrize("mode", MODES)
-def test_beside_a_load_the_request_is_computed_and_others_are_cached(
+def test_beside_a_retrieve_the_request_is_computed_and_others_are_cached(
     mode: str, params: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It reads the blocks that A's load still fills, so it must be known."""
+    """It reads the blocks that A's retrieve still fills, so it must be known."""
     rig = Rig(mode)
     rig.hold(ASKED, 2)
     rig.add("A", ASKED, release_after_slices=1)
-    rig.until(lambda: rig.client.loads)
+    rig.until(lambda: rig.client.retrieves)
     with caplog.at_level(logging.WARNING):
         rig.add("B", ASKED, params=params)
     assert rig.side.is_tracked("B")
@@ -74,7 +79,7 @@ def test_beside_a_load_the_request_is_computed_and_others_are_cached(
     rig.add("C", later)
     rig.run("C")
     assert rig.ended == {"A": "LENGTH", "B": "LENGTH", "C": "LENGTH"}
-    assert [load.request for load in rig.client.loads] == ["A", "C"]
+    assert [retrieve.request for retrieve in rig.client.retrieves] == ["A", "C"]
     assert not rig.counts["faults"]
     rig.close()
 
@@ -99,6 +104,6 @@ def test_a_request_with_a_lone_surrogate_goes_without_the_cache_alone(
     rig.add("C", later)
     rig.run("C")
     assert rig.ended == {names["name"]: "LENGTH", "C": "LENGTH"}
-    assert [load.request for load in rig.client.loads] == ["C"]
+    assert [retrieve.request for retrieve in rig.client.retrieves] == ["C"]
     assert not rig.counts["faults"]
     rig.close()

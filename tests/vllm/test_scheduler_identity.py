@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lamina.engines.vllm.adapters import Adapters
-from lamina.engines.vllm.loads import Loads
+from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Offer, Tracked
 from lamina.keys import KeyChain
@@ -102,7 +102,7 @@ def test_a_request_whose_adapter_cannot_be_told_goes_without_the_cache(rig: Rig)
     rig.side._identity.adapters = adapters  # type: ignore[assignment]
     assert rig.side.matched_tokens(asking("W", "a"), 0) == (0, False)
     tracked = rig.side._tracked["W"]
-    assert not tracked.may_load
+    assert not tracked.may_retrieve
     assert not tracked.may_store
 
 
@@ -152,8 +152,8 @@ def test_nothing_is_asked_while_nobody_waits(rig: Rig) -> None:
     assert step(output).look_at_weights == 0
 
 
-def loads_of(blocks: list[int]) -> tuple[Loads, Offer, Tracked]:
-    """What `Loads` needs to begin a load into these blocks."""
+def loads_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
+    """What `Retrieves` needs to begin a load into these blocks."""
     held = HeldBlocks()
     held.hold = lambda blocks: None  # type: ignore[method-assign]
     table = SimpleNamespace(
@@ -163,16 +163,16 @@ def loads_of(blocks: list[int]) -> tuple[Loads, Offer, Tracked]:
     tracked: Any = Tracked(request, None, None, {}, True, True, table=table)  # type: ignore[arg-type]
     release: Any = SimpleNamespace(release_after_slices=1, layers_per_slice=1)
     offer = Offer(1, 0, len(blocks) * BLOCK, len(blocks) * BLOCK, release)
-    return Loads(BLOCK, CHUNK, held, SchedulerCounts(), {}), offer, tracked
+    return Retrieves(BLOCK, CHUNK, held, SchedulerCounts(), {}), offer, tracked
 
 
 @pytest.mark.parametrize(("written", "needed"), [({7}, True), ({9}, False), (set(), False)])
 def test_a_load_into_blocks_that_the_step_zeroes_needs_a_ticket(
     written: set[int], needed: bool
 ) -> None:
-    loads, offer, tracked = loads_of([6, 7])
-    loads.begin(tracked, offer)
-    (spec,) = loads.take_new(written)
+    retrieves, offer, tracked = loads_of([6, 7])
+    retrieves.begin(tracked, offer)
+    (spec,) = retrieves.take_new(written)
     assert spec.needs_ticket is needed
 
 
@@ -180,18 +180,18 @@ def test_a_null_block_never_travels(rig: Rig) -> None:
     """It is everybody's: a load into it fails, and its request computes instead."""
     rig.hold(ASKED, 2)
     rig.client.is_swift = True
-    take_new = rig.side.loads.take_new
+    take_new = rig.side.retrieves.take_new
 
     def with_null(written: set[int]) -> Any:
         from dataclasses import replace
 
         return [replace(s, blocks=[NULL_BLOCK, *s.blocks[1:]]) for s in take_new(written)]
 
-    rig.side.loads.take_new = with_null  # type: ignore[method-assign]
+    rig.side.retrieves.take_new = with_null  # type: ignore[method-assign]
     rig.add("A", ASKED)
     rig.run("A")
     assert rig.ended["A"] == "LENGTH"
-    assert not rig.client.loads
+    assert not rig.client.retrieves
     rig.close()
 
 

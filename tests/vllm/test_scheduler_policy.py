@@ -46,38 +46,38 @@ def test_auto_is_the_default_and_asks_the_policy_with_what_is_there(mode: str, a
     rig.run("A")
     rig.close()
     query = queries[0]
-    assert (query.layers, query.load_tokens, query.compute_tokens) == (LAYERS, 4 * CHUNK, 10)
+    assert (query.layers, query.retrieve_tokens, query.compute_tokens) == (LAYERS, 4 * CHUNK, 10)
     assert (query.chunk_tokens, query.step_tokens) == (CHUNK, 64)
     assert query.speed is not None
 
 
 @in_every_mode
-def test_a_shorter_hit_is_loaded_and_the_rest_computed_but_not_stored_again(
+def test_a_shorter_hit_is_retrieved_and_the_rest_computed_but_not_stored_again(
     mode: str, asked: Any
 ) -> None:
-    asked(lambda query: Release(1, 1, query.load_tokens - 2 * CHUNK))
+    asked(lambda query: Release(1, 1, query.retrieve_tokens - 2 * CHUNK))
     rig = Rig(mode, settings=AUTO)
     rig.client.is_swift = True
     rig.hold(ASKED)
     rig.add("A", ASKED)
     rig.run("A")
     rig.close()
-    (load,) = rig.client.loads
-    assert len(load.blocks) * BLOCK == 2 * CHUNK
+    (retrieve,) = rig.client.retrieves
+    assert len(retrieve.blocks) * BLOCK == 2 * CHUNK
     assert rig.steps_of("A")[0].requests["A"] == len(ASKED) - 2 * CHUNK
     assert not [store for store in rig.client.stores if len(store.keys) > 1]
     assert rig.counts["hit_tokens_computed"] == 2 * CHUNK
 
 
 @in_every_mode
-def test_a_hit_that_is_not_worth_loading_gives_its_lease_back(mode: str, asked: Any) -> None:
+def test_a_hit_that_is_not_worth_retrieving_gives_its_lease_back(mode: str, asked: Any) -> None:
     asked(lambda query: Release(query.layers, 0, 0))
     rig = Rig(mode, settings=AUTO)
     rig.hold(ASKED)
     rig.add("A", ASKED)
     rig.until(lambda: rig.steps_of("A"))
     assert not rig.client.leases
-    assert not rig.client.loads
+    assert not rig.client.retrieves
     rig.run("A")
     rig.close()
     assert rig.counts["hit_tokens_computed"] == 4 * CHUNK
@@ -95,9 +95,9 @@ def test_the_last_answer_counts(mode: str, asked: Any) -> None:
     rig.add("A", ASKED)
     rig.run("A", "X")
     assert len(queries) > 1
-    (load,) = rig.client.loads
-    assert len(load.blocks) * BLOCK == CHUNK
-    assert rig.releases("A") == 0, "a synchronous load"
+    (retrieve,) = rig.client.retrieves
+    assert len(retrieve.blocks) * BLOCK == CHUNK
+    assert rig.releases("A") == 0, "a synchronous retrieve"
     rig.close()
 
 
@@ -109,18 +109,18 @@ def test_the_policy_learns_who_else_is_there(mode: str, asked: Any) -> None:
     rig.until(lambda: rig.tokens["decodes"])
     rig.add("computes", prompt(3, 100), max_tokens=2)
     rig.hold(ASKED)
-    rig.add("loads", ASKED)
-    rig.until(lambda: rig.client.loads)
+    rig.add("retrieves", ASKED)
+    rig.until(lambda: rig.client.retrieves)
     rig.hold(prompt(4, 100))
     rig.add("A", prompt(4, 100))
-    rig.until(lambda: len(rig.client.loads) > 1)
+    rig.until(lambda: len(rig.client.retrieves) > 1)
     first, last = queries[0].batch, queries[-1].batch
-    assert (first.loading, last.loading, last.loading_tokens) == (0, 1, 10)
+    assert (first.retrieving, last.retrieving, last.retrieving_tokens) == (0, 1, 10)
     assert first.decoding == 1
     assert first.prefilling == 1
     assert 0 < first.prefill_tokens <= 64
     rig.client.is_swift = True
-    rig.run("decodes", "computes", "loads", "A")
+    rig.run("decodes", "computes", "retrieves", "A")
     rig.close()
 
 
@@ -138,7 +138,7 @@ def test_unmeasured_alone_is_synchronous_and_beside_others_is_held(mode: str) ->
     rig.run("A", "B")
     assert rig.releases("B") == 1
     rig.close()
-    assert rig.counts["loads_unmeasured"] == 2
+    assert rig.counts["retrieves_unmeasured"] == 2
 
 
 @in_every_mode
@@ -151,7 +151,7 @@ def test_a_forced_release_is_no_question(mode: str, asked: Any) -> None:
     rig.close()
     assert not queries
     assert rig.releases("A") == 0
-    assert rig.counts["loads_fixed"] == 1
+    assert rig.counts["retrieves_fixed"] == 1
 
 
 @in_every_mode
@@ -190,7 +190,7 @@ def test_a_decision_and_its_first_token_are_logged_and_counted(
         rig.run("A")
     decided, came = [record.getMessage() for record in caplog.records]
     assert decided == (
-        f"A: fixed: loads {4 * CHUNK} of {4 * CHUNK} tokens, 1 layers a slice, "
+        f"A: fixed: retrieves {4 * CHUNK} of {4 * CHUNK} tokens, 1 layers a slice, "
         "released after 1 slices; first token expected in 500.0 ms"
     )
     assert came.startswith("A: fixed: first token after")

@@ -36,10 +36,10 @@ class Episode:
         query, release = Planner.decide(self.rig.side._planner, asked, *question)
         if release.reason is Reason.UNMEASURED:
             fewer = CHUNK * self._draw.randrange(3)
-            tokens = max(0, query.load_tokens - fewer)
+            tokens = max(0, query.retrieve_tokens - fewer)
             width = self._draw.randint(1, LAYERS)
             after = self._draw.randint(0, -(-LAYERS // width))
-            release = Release(width, after, tokens, Reason.HELD)
+            release = Release(width, after, tokens, Reason.OUTSIDE)
         return query, release
 
     def run(self) -> None:
@@ -59,7 +59,7 @@ class Episode:
         return self._draw.choice(sorted(self.rig.requests))
 
     def _add(self, name: str) -> None:
-        options: dict[str, Any] = {key: False for key in ("load", "store") if self._chance(0.1)}
+        options: dict[str, Any] = {key: False for key in ("retrieve", "store") if self._chance(0.1)}
         if self._chance(0.6):
             options["release_after_slices"] = self._draw.choice([0, 1, 2])
         elif self._chance(0.7):
@@ -68,14 +68,14 @@ class Episode:
         self.rig.add(name, asked, max_tokens=self._draw.randint(1, 40), **options)
 
     def _move_transfers(self) -> None:
-        for load in self.rig.client.open_loads:
-            if load.outcome is not None:
+        for retrieve in self.rig.client.open_retrieves:
+            if retrieve.outcome is not None:
                 if self._chance(0.3):
-                    load.end()
+                    retrieve.end()
             elif self._chance(0.2):
-                load.land(load.landed_slices + 1)
+                retrieve.land(retrieve.landed_slices + 1)
             elif self._chance(0.06):
-                load.fail(is_over=self._chance(0.5))
+                retrieve.fail(is_over=self._chance(0.5))
         for store in self.rig.client.stores:
             if self._chance(0.3):
                 store.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.engines.vllm.messages import LandedLoad, StepReport
+from lamina.engines.vllm.messages import LandedRetrieve, StepReport
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import CHUNK
 
@@ -13,7 +13,7 @@ in_every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def waiting(mode: str) -> Rig:
-    """A's hit is known and would load synchronously, but X has the memory."""
+    """A's hit is known and would retrieve synchronously, but X has the memory."""
     rig = Rig(mode, blocks=12)
     rig.add("X", prompt(2, 90), max_tokens=60, store=False)
     rig.until(lambda: rig.tokens["X"])
@@ -28,7 +28,7 @@ def check_computes(rig: Rig) -> None:
     rig.run("A", "X")
     assert rig.ended == {"A": "LENGTH", "X": "LENGTH"}
     assert rig.steps_of("A")[0].requests["A"] == len(ASKED)
-    assert not rig.client.loads
+    assert not rig.client.retrieves
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
@@ -64,7 +64,7 @@ def test_a_miss_without_a_server_is_asked_for_again_once_there_is_one(mode: str)
     rig.client.is_usable = rig.client.is_swift = True
     rig.hold(ASKED, 2)
     rig.run("A", "X")
-    assert [load.request for load in rig.client.loads] == ["A"]
+    assert [retrieve.request for retrieve in rig.client.retrieves] == ["A"]
     rig.close()
 
 
@@ -97,10 +97,10 @@ def test_what_a_request_has_stored_itself_is_not_stored_again(mode: str) -> None
 
 
 @in_every_mode
-def test_what_the_server_tells_of_loads_is_not_kept(mode: str) -> None:
+def test_what_the_server_tells_of_retrieves_is_not_kept(mode: str) -> None:
     rig = Rig(mode)
     for number in range(1, 4):
-        report = StepReport(number, landed=[LandedLoad(number, 1, 0.0, 1.0)])
+        report = StepReport(number, landed=[LandedRetrieve(number, 1, 0.0, 1.0)])
         rig.side.step_done((), report)
         assert len(report.landed) == 1, "vLLM's own report was changed"
     assert not rig.side._reports.landed

@@ -39,7 +39,7 @@ def test_a_sharer_in_the_same_pass_stores_nothing_that_is_not_computed_yet(mode:
 
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sharer_of_a_failed_load_stores_nothing_of_it(mode: str, after: int) -> None:
+def test_a_sharer_of_a_failed_retrieve_stores_nothing_of_it(mode: str, after: int) -> None:
     """vLLM does not take B's bad blocks off its count of computed tokens: they are A's too."""
     rig = Rig(mode)
     asked = prompt(1, 100)
@@ -47,10 +47,10 @@ def test_a_sharer_of_a_failed_load_stores_nothing_of_it(mode: str, after: int) -
     rig.client.doomed["A"] = True
     rig.add("A", asked, release_after_slices=after)
     if after:
-        rig.until(lambda: rig.client.loads)
-        rig.client.loads[0].land(1)
+        rig.until(lambda: rig.client.retrieves)
+        rig.client.retrieves[0].land(1)
         rig.until(lambda: "A" in rig.scheduler.finished_recving_kv_req_ids)
-    rig.add("B", asked, load=False)
+    rig.add("B", asked, retrieve=False)
     rig.run("A", "B")
     assert rig.ended == {"A": "ERROR", "B": "ERROR"}
     rig.close()
@@ -125,13 +125,13 @@ def test_preemption_while_stores_are_under_way(rig: Rig) -> None:
 def test_a_hit_that_vllm_has_itself(rig: Rig) -> None:
     """The lease goes back when the request starts, not when it ends."""
     rig.hold(prompt(1, 100), 2)
-    rig.add("A", prompt(1, 100), load=False)
+    rig.add("A", prompt(1, 100), retrieve=False)
     rig.run("A")
     rig.add("B", prompt(1, 100))
     assert rig.client.leases
     rig.until(lambda: rig.steps_of("B"))
     assert not rig.client.leases, "a lease is kept"
-    assert not rig.client.loads
+    assert not rig.client.retrieves
     rig.close()
 
 
@@ -209,14 +209,14 @@ def test_reset_begins_a_new_epoch(rig: Rig) -> None:
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.add("Q", prompt(1, 100))
     rig.run("Q")
-    assert not rig.client.loads, "Q found what is of before"
+    assert not rig.client.retrieves, "Q found what is of before"
     rig.close()
     assert len(rig.client.chunks) == len(before) + 100 // CHUNK
 
 
 @hazard(guards.without_epochs, "of before")
 def test_reset_of_running_requests(rig: Rig) -> None:
-    """They compute all again, and load nothing of before."""
+    """They compute all again, and retrieve nothing of before."""
     rig.client.is_swift = True
     rig.hold(prompt(1, 100), 2)
     rig.add("A", prompt(1, 100), max_tokens=20)
@@ -224,13 +224,14 @@ def test_reset_of_running_requests(rig: Rig) -> None:
     rig.until(lambda: not rig.side.has_pending_work)
     rig.catch_up()
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    loads = len(rig.client.loads)
+    retrieves = len(rig.client.retrieves)
     rig.run("A")
-    assert len(rig.client.loads) == loads, "it loads what is of before"
+    assert len(rig.client.retrieves) == retrieves, "it retrieves what is of before"
     rig.close()
 
 
 def test_recompute_policy_is_refused() -> None:
-    """After a failed load vLLM computes at once in the very blocks that may still be written."""
+    """After a failed retrieve vLLM computes at once in the very blocks that may still be
+    written."""
     with pytest.raises(SettingsError):
         Rig("sync", policy="recompute")

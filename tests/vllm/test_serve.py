@@ -142,10 +142,10 @@ def test_second_identical_request_is_a_hit(vllm_server: OpenAiServer) -> None:
     second = vllm_server.complete()
     assert cached_tokens(second) == HIT
     assert second["choices"][0]["text"] == first["choices"][0]["text"] != ""
-    eventually(lambda: vllm_server.metric("vllm:lamina_loaded_tokens_total") == HIT)
-    assert vllm_server.metric("vllm:lamina_loads_total") == 1
+    eventually(lambda: vllm_server.metric("vllm:lamina_retrieved_tokens_total") == HIT)
+    assert vllm_server.metric("vllm:lamina_retrieves_total") == 1
     assert vllm_server.metric("vllm:lamina_failed_total") == 0
-    eventually(lambda: vllm_server.metric("vllm:lamina_loaded_bytes_total") > 0)
+    eventually(lambda: vllm_server.metric("vllm:lamina_retrieved_bytes_total") > 0)
     eventually(lambda: vllm_server.metric("vllm:lamina_copies_total") > 0)
     assert vllm_server.metric("vllm:external_prefix_cache_hits_total") == HIT
 

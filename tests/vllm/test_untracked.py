@@ -1,4 +1,4 @@
-"""A request that goes without the cache may still find a load's blocks in vLLM's own."""
+"""A request that goes without the cache may still find a retrieve's blocks in vLLM's own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.vllm.test_scheduler_hazards import ASKED, SMALL, promoted
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bypass", [{"nonsense": 1}, {"load": False, "store": False}])
+@pytest.mark.parametrize("bypass", [{"nonsense": 1}, {"retrieve": False, "store": False}])
 def test_a_sharer_that_goes_without_the_cache_waits_for_its_slices_too(
     mode: str, bypass: dict[str, Any]
 ) -> None:
-    """vLLM gives it blocks that an aborted owner's load still fills."""
+    """vLLM gives it blocks that an aborted owner's retrieve still fills."""
     rig = Rig(mode, blocks=SMALL)
-    load = promoted(rig)
+    retrieve = promoted(rig)
     rig.abort("A")
     rig.add("B", ASKED, **bypass)
     rig.run("B")
-    assert load.is_over
+    assert retrieve.is_over
     rig.close()
 
 

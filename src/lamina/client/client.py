@@ -106,8 +106,8 @@ class Client(Links):
         layers_per_slice: int,
         ticket: Ticket | None = None,
     ) -> Retrieve | None:
-        """Begin to load leased chunks into blocks; None when the server is gone or all slots are
-        taken: recompute then.
+        """Begin to retrieve leased chunks into blocks; None when the server is gone or all slots
+        are taken: recompute then.
 
         `start_tokens` counts from the first leased chunk; `block_ids` has one array of int32 a
         group. `ticket` is one of `write_ticket`, where the blocks may still be written by work

@@ -26,7 +26,7 @@ from lamina.protocol import Region
 class Direction(Enum):
     """Of a copy, seen from the engine."""
 
-    LOAD = "load"
+    RETRIEVE = "retrieve"
     STORE = "store"
 
 

@@ -46,7 +46,7 @@ class CudaCopyStream:
 
     def __init__(self, device: Gpu, direction: Direction) -> None:
         self._device = device
-        self._to_device = direction is Direction.LOAD
+        self._to_device = direction is Direction.RETRIEVE
         device.make_current()
         self._stream = driver.create_stream()
         self._second = _SecondThread(device)

@@ -96,7 +96,7 @@ class HostCopyStream:
     only_enqueues = False
 
     def __init__(self, direction: Direction, link_gbps: float | None) -> None:
-        self._into_engine = direction is Direction.LOAD
+        self._into_engine = direction is Direction.RETRIEVE
         self._seconds_per_byte = 1e-9 / link_gbps if link_gbps else 0.0
         self._link_free_at = 0.0
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _FIRST_POLL_S = 50e-6
 _LONGEST_POLL_S = 500e-6
 _MAX_YIELD_S = 0.02
-"""How long a store lets loads go first before each of its batches."""
+"""How long a store lets retrieves go first before each of its batches."""
 _SUBMITTED_BATCHES = 2
 """Batches that `submit` enqueues: 0.3 ms of link, time enough for a thread to wake up."""
 
@@ -114,7 +114,7 @@ class Lane:
         while (run := self._next()) is not None:
             while run.step():
                 self._retire()
-                self._let_loads_go_first()
+                self._let_retrieves_go_first()
             with self._changed:
                 try:
                     self._in_flight.append((self._stream.mark(), run.transfer, run.error))
@@ -160,7 +160,7 @@ class Lane:
                 _, transfer, error = self._in_flight.popleft()
                 transfer.end(error or failure)
 
-    def _let_loads_go_first(self) -> None:
+    def _let_retrieves_go_first(self) -> None:
         if self._yields_to is not None:
             self._yields_to._idle.wait(_MAX_YIELD_S)
 
@@ -168,7 +168,7 @@ class Lane:
 class DeviceLanes(NamedTuple):
     """The two lanes of one device."""
 
-    loads: Lane
+    retrieves: Lane
     stores: Lane
 
 
@@ -191,10 +191,10 @@ class Lanes:
 
     def of(self, device: str) -> DeviceLanes:
         if device not in self._lanes:
-            to_load, to_store = map(self.devices[device].stream, Direction)  # before any thread
-            loads = Lane(f"lamina-load-{device}", to_load)
-            stores = Lane(f"lamina-store-{device}", to_store, yields_to=loads)
-            self._lanes[device] = DeviceLanes(loads, stores)
+            to_retrieve, to_store = map(self.devices[device].stream, Direction)  # before any thread
+            retrieves = Lane(f"lamina-retrieve-{device}", to_retrieve)
+            stores = Lane(f"lamina-store-{device}", to_store, yields_to=retrieves)
+            self._lanes[device] = DeviceLanes(retrieves, stores)
         return self._lanes[device]
 
     @property
@@ -205,4 +205,4 @@ class Lanes:
     def stop(self) -> None:
         for lanes in self._lanes.values():
             lanes.stores.stop()
-            lanes.loads.stop()
+            lanes.retrieves.stop()

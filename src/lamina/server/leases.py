@@ -49,7 +49,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def held_by(self, owner: Hashable) -> tuple[int, int]:
+    def count_of(self, owner: Hashable) -> tuple[int, int]:
         """How many leases an owner has, and of how many chunks together."""
         return len(self._of_owner.get(owner, ())), self._chunks_of_owner[owner]
 

@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         self._is_turn_due = False
         requests = nbytes = 0
         try:
-            while not self._is_held_up():
+            while not self._is_blocked():
                 if requests == REQUESTS_PER_TURN or nbytes > BYTES_PER_TURN:
                     self._ask_for_a_turn()
                     break
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
         self._transport.pause_reading()
 
-    def _is_held_up(self) -> bool:
+    def _is_blocked(self) -> bool:
         """Whether no request is handled until the one in hand is, or replies are read, or
         transfers end, or ever."""
         return (

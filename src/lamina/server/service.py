@@ -156,7 +156,7 @@ class Service:
         self._counters.lookup_chunks += len(request.keys)
         self._counters.hit_chunks += len(chunks)
         self._leases.end_request(engine, request.request)
-        leases, leased = self._leases.held_by(session)
+        leases, leased = self._leases.count_of(session)
         if leases >= limits.MAX_LEASES or leased + len(chunks) > limits.MAX_LEASED_CHUNKS:
             self._counters.leases_refused += bool(chunks)
             self._index.unpin(chunks)
@@ -227,7 +227,7 @@ class Service:
         return self._begin(
             session,
             request.id,
-            worker.loads,
+            worker.retrieves,
             make,
             request=lease.request,
             slot=request.slot,
@@ -318,7 +318,7 @@ class Service:
         self._budget.reserved_bytes -= nbytes
         if saved is not None:
             session.finish(request.id)  # a server that stops waits for this
-        present = len(room.held) - bool(room.held and request.parent)
+        present = len(room.present) - bool(room.present and request.parent)
         stored = 0 if status else len(room.reserved)
         dropped = len(request.keys) - present - stored
         self._counters.stores += 1

@@ -40,7 +40,7 @@ class Worker:
     kv_bytes: int
     memory: EngineMemory
     memories: Memories
-    loads: Lane
+    retrieves: Lane
     stores: Lane
     description: bytes
 

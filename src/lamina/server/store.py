@@ -72,7 +72,7 @@ class Room(NamedTuple):
     """What a store found and got: chunks pinned because they are of its chain and present, and
     chunks reserved for it, with their positions in its keys and their addresses."""
 
-    held: list[Chunk]
+    present: list[Chunk]
     reserved: list[Chunk]
     numbers: array[int]
     addresses: array[int]
@@ -98,7 +98,7 @@ def make_room(
         return room
     if parent is not None:
         index.pin([parent])
-        room.held.append(parent)
+        room.present.append(parent)
     pace = Pace()
     for number, key in enumerate(keys):
         if pace.is_spent():
@@ -111,7 +111,7 @@ def make_room(
         chunk = index.get(key)
         if chunk is not None:
             index.pin([chunk])
-            room.held.append(chunk)
+            room.present.append(chunk)
         else:
             chunk = index.reserve(key, parent, geometry.chunk_bytes, geometry.digest)
             assert chunk is not None, "no turn since there was room"
@@ -137,7 +137,7 @@ def end_room(index: Index, room: Room, is_whole: bool) -> Turns[None]:
         yield from each_part(room.reserved, commit, are_chunks=True)
     else:
         yield from each_part(room.reserved[::-1], discard, are_chunks=True)
-    index.unpin(room.held)
+    index.unpin(room.present)
 
 
 def blocks_of_chunks(

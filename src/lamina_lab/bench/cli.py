@@ -112,7 +112,7 @@ def bench_simulate(
     prefill_tokens_per_ms: Annotated[float, typer.Option(min=0.01, help="Computing.")] = 50.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict first-token times on a model of engine and link, for each way to load a hit.
+    """Predict first-token times on a model of engine and link, for each way to retrieve a hit.
 
     All else is as measured for an 8B model on an H200; see docs/performance.md.
     """

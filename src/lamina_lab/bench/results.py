@@ -66,7 +66,7 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
     """The sweep, with the link's ceiling measured in the same run."""
 
     spec: TransferSpec
-    link_load_gbps: float
+    link_retrieve_gbps: float
     link_store_gbps: float
     cells: list[Cell]
     server_gpu_bytes: int | None = None

@@ -42,7 +42,7 @@ def transfer_table(result: TransferResult) -> Group:
         )
     title = (
         f"{spec.device}: retrieves of {size_text(spec.document_bytes)}, {spec.layers} layers; "
-        f"link {result.link_load_gbps:.1f} GB/s load, {result.link_store_gbps:.1f} store"
+        f"link {result.link_retrieve_gbps:.1f} GB/s retrieve, {result.link_store_gbps:.1f} store"
     )
     notes = []
     if result.server_gpu_bytes is not None:

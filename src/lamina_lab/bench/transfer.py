@@ -18,7 +18,7 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
     """Run every cell, against a fresh server for each page size and order of blocks."""
     probe = kv_space(spec.device, 1, 4096)
     ceiling_bytes = min(spec.document_bytes, 1 << 30)
-    link_load_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=True)
+    link_retrieve_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=True)
     link_store_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=False)
     cells: list[Cell] = []
     overlap: Overlap | None = None
@@ -38,7 +38,7 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
                 widths = spec.widths[-1:] if consecutive else spec.widths
                 counts = spec.concurrency[:1] if consecutive else spec.concurrency
                 cells += [
-                    bench.measure(width, count, link_load_gbps, link_store_gbps)
+                    bench.measure(width, count, link_retrieve_gbps, link_store_gbps)
                     for width in widths
                     for count in counts
                 ]
@@ -47,7 +47,7 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
                 bench.close()
     return TransferResult(
         spec=spec,
-        link_load_gbps=link_load_gbps,
+        link_retrieve_gbps=link_retrieve_gbps,
         link_store_gbps=link_store_gbps,
         cells=cells,
         server_gpu_bytes=server_gpu_bytes,

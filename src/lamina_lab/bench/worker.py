@@ -38,7 +38,7 @@ class _Document:
 
 
 class TransferBench:
-    """A worker with KV memory for some documents: half of it to store from, half to load to.
+    """A worker with KV memory for some documents: half of it to store from, half to retrieve to.
 
     Blocks are scattered at random, or `consecutive`. Everything is stored when it is made.
     """
@@ -79,7 +79,7 @@ class TransferBench:
         self.client.close()
 
     def measure(
-        self, width: int, count: int, link_load_gbps: float, link_store_gbps: float
+        self, width: int, count: int, link_retrieve_gbps: float, link_store_gbps: float
     ) -> Cell:
         """One cell: `count` retrieves at once, checked once and timed `rounds` times."""
         bare_gbps = self._bare_gbps()
@@ -101,7 +101,7 @@ class TransferBench:
             concurrency=count,
             consecutive_blocks=self.consecutive,
             gbps=gbps,
-            share_of_link=gbps / link_load_gbps,
+            share_of_link=gbps / link_retrieve_gbps,
             share_of_bare_loop=gbps / bare_gbps if bare_gbps else None,
             first_slice_ms=statistics.median(firsts_ms),
             first_slice_worst_ms=max(firsts_ms),

@@ -1,1 +1,1 @@
-"""`lamina demo`: a server and an engine as processes, and what four ways to load a hit cost."""
+"""`lamina demo`: a server and an engine as processes, and what four ways to retrieve a hit cost."""

@@ -25,7 +25,8 @@ def demo(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Serve a small model with a cache on a throttled link, and compare four ways to load a hit.
+    """Serve a small model with a cache on a throttled link, and compare four ways to retrieve a
+    hit.
 
     Exits with 1 when any arm's logits differ from recomputing.
     """

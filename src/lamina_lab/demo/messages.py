@@ -29,7 +29,7 @@ class Calibrated(msgspec.Struct, frozen=True, tag=True):
     """Seconds to compute a tail whose document is in engine memory; bytes of a document."""
 
     compute_s: float
-    load_bytes: int
+    retrieve_bytes: int
 
 
 class Populated(msgspec.Struct, frozen=True, tag=True):

@@ -66,8 +66,8 @@ def run_demo(spec: DemoSpec, progress: Callable[[str, int, int], None]) -> DemoR
         progress("measuring compute", 0, total)
         calibrated = next(reports)
         assert isinstance(calibrated, Calibrated)
-        link_gbps = calibrated.load_bytes / calibrated.compute_s / 1e9
-        options = _server_options(spec, calibrated.load_bytes, link_gbps)
+        link_gbps = calibrated.retrieve_bytes / calibrated.compute_s / 1e9
+        options = _server_options(spec, calibrated.retrieve_bytes, link_gbps)
         stack.enter_context(server_process(socket, *options))
         assert engine.stdin is not None
         engine.stdin.write("go\n")
@@ -112,7 +112,7 @@ def judge(
         )
         for arm, of_arm in by_arm.items()
     ]
-    link_gbps = calibrated.load_bytes / calibrated.compute_s / 1e9
+    link_gbps = calibrated.retrieve_bytes / calibrated.compute_s / 1e9
     return DemoResult(
         spec,
         link_gbps,

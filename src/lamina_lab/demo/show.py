@@ -19,7 +19,7 @@ def table_of(result: DemoResult) -> Group:
     """The four arms, and what the numbers should be compared with. Fits into 80 columns."""
     spec = result.spec
     table = Table(
-        title=f"First-token time of a hit: {spec.hit_tokens} tokens loaded, "
+        title=f"First-token time of a hit: {spec.hit_tokens} tokens retrieved, "
         f"{spec.tail_tokens} computed, {spec.layers} layers"
     )
     table.add_column("", no_wrap=True)

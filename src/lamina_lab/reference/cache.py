@@ -1,9 +1,9 @@
 """All that the reference engine does with Lamina: a template for other engines.
 
     begin   look a request's prompt up            hit       tokens the server holds, once known
-    plan    how many of them to load, and how     load      retrieve them into the blocks
+    plan    how many of them to retrieve, and how     retrieve      retrieve them into the blocks
     gates   what a step must wait for
-    failed  loads whose blocks hold no KV         save      store full chunks that were computed
+    failed  retrieves whose blocks hold no KV         save      store full chunks that were computed
     reap    give back blocks of ended transfers   end       the request is over
 
 A block that a retrieve may write or a store may read is held here as well as by its request, until
@@ -27,7 +27,7 @@ from lamina_lab.reference.request import Request
 OK = TransferStatus.OK
 
 
-class _Loading(NamedTuple):
+class _Retrieving(NamedTuple):
     """A retrieve whose blocks are held."""
 
     number: int
@@ -53,15 +53,15 @@ class PrefixStore:
         self._pool = pool
         self._block_tokens = block_tokens
         self._chains: dict[Request, KeyChain] = {}
-        self._loading: list[_Loading] = []
-        self._loads = 0
+        self._retrieving: list[_Retrieving] = []
+        self._retrieves = 0
         self._given_up: list[tuple[Retrieve, list[int]]] = []
         self._saving: list[tuple[Store, list[int]]] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether no block is held for a transfer."""
-        return not self._loading and not self._given_up and not self._saving
+        return not self._retrieving and not self._given_up and not self._saving
 
     def begin(self, request: Request) -> None:
         """Ask the server for the request's prefix; `hit` has the answer later."""
@@ -71,7 +71,7 @@ class PrefixStore:
             request.lookup = self.client.lookup(request.name, keys)
 
     def hit(self, request: Request) -> int | None:
-        """How many leading tokens can be loaded; None while the answer is on its way.
+        """How many leading tokens can be retrieved; None while the answer is on its way.
 
         Whole blocks, and never all tokens: at least one is computed, or there is nothing to sample
         from.
@@ -87,7 +87,8 @@ class PrefixStore:
         return min(result.chunks * self.client.chunk_tokens, most)
 
     def plan(self, request: Request, start: int, end: int, others: Batch) -> tuple[int, Release]:
-        """How to load tokens `[start, end)` of a hit, and where to end: at `start` to compute all.
+        """How to retrieve tokens `[start, end)` of a hit, and where to end: at `start` to compute
+        all.
 
         Commits nothing.
         """
@@ -97,7 +98,7 @@ class PrefixStore:
         release = request.policy.decide(query)
         return start + release.tokens_of(query), release
 
-    def load(self, request: Request, start: int, end: int, release: Release) -> Gate | None:
+    def retrieve(self, request: Request, start: int, end: int, release: Release) -> Gate | None:
         """Retrieve tokens `[start, end)` of a hit into the request's blocks; None: recompute."""
         assert request.lookup is not None
         assert request.lookup.result is not None
@@ -113,9 +114,9 @@ class PrefixStore:
             return None
         self._pool.hold(blocks)
         gate = Gate(retrieve, release.release_after_slices)
-        self._loads += 1
-        self._loading.append(_Loading(self._loads, gate, blocks, end - start))
-        self.meters.copies.begin(self._loads, end - start, time.monotonic())
+        self._retrieves += 1
+        self._retrieving.append(_Retrieving(self._retrieves, gate, blocks, end - start))
+        self.meters.copies.begin(self._retrieves, end - start, time.monotonic())
         return gate
 
     def not_needed(self, request: Request) -> None:
@@ -128,10 +129,12 @@ class PrefixStore:
     def gates(self, requests: Iterable[Request]) -> list[Gate]:
         """The gates of every unsettled retrieve into a block that one of `requests` reads.
 
-        Not just their own: another request may share blocks that are still being loaded.
+        Not just their own: another request may share blocks that are still being retrieved.
         """
         read = {block for request in requests for block in request.blocks}
-        return [load.gate for load in self._loading if not read.isdisjoint(load.blocks)]
+        return [
+            retrieve.gate for retrieve in self._retrieving if not read.isdisjoint(retrieve.blocks)
+        ]
 
     def failed(self) -> list[tuple[Retrieve, list[int]]]:
         """Retrieves that have failed, with the blocks that hold no KV now; each only once.
@@ -139,15 +142,15 @@ class PrefixStore:
         The engine must see to whoever reads the blocks. They stay held until the server agrees
         that it will not write them any more.
         """
-        failed = [load for load in self._loading if load.gate.retrieve.outcome]
-        for load in failed:
-            retrieve = load.gate.retrieve
-            self._loading.remove(load)
-            self.meters.copies.end(load.number, time.monotonic())
-            self._given_up.append((retrieve, load.blocks))
+        failed = [item for item in self._retrieving if item.gate.retrieve.outcome]
+        for item in failed:
+            retrieve = item.gate.retrieve
+            self._retrieving.remove(item)
+            self.meters.copies.end(item.number, time.monotonic())
+            self._given_up.append((retrieve, item.blocks))
             if not retrieve.is_over:
                 self.client.cancel(retrieve)
-        return [(load.gate.retrieve, load.blocks) for load in failed]
+        return [(item.gate.retrieve, item.blocks) for item in failed]
 
     def save(self, request: Request) -> None:
         """Store the full chunks of the request that are computed and not stored yet."""
@@ -175,20 +178,23 @@ class PrefixStore:
         return self._chains[request].extend(request.tokens)
 
     def end(self, request: Request) -> None:
-        """The request has finished, was aborted or preempted: its lease and its loads end."""
+        """The request has finished, was aborted or preempted: its lease and its retrieves end."""
         self.client.end_request(request.name)
         request.lookup = request.gate = None
         if request.is_over:
             self._chains.pop(request, None)
 
     def reap(self) -> None:
-        """Release the blocks of transfers that are over; of failed loads after `failed` told."""
+        """Release the blocks of transfers that are over; of failed retrieves after `failed`
+        told."""
         self.client.poll()
-        for load in [load for load in self._loading if load.gate.retrieve.outcome is OK]:
-            self._loading.remove(load)
-            self._pool.release(reversed(load.blocks))
-            nbytes = load.tokens * self.meters.copies.token_bytes
-            self.meters.copies.end(load.number, time.monotonic(), nbytes)
+        for retrieve in [
+            retrieve for retrieve in self._retrieving if retrieve.gate.retrieve.outcome is OK
+        ]:
+            self._retrieving.remove(retrieve)
+            self._pool.release(reversed(retrieve.blocks))
+            nbytes = retrieve.tokens * self.meters.copies.token_bytes
+            self.meters.copies.end(retrieve.number, time.monotonic(), nbytes)
         for given_up in [item for item in self._given_up if item[0].is_over]:
             self._given_up.remove(given_up)
             self._pool.release(reversed(given_up[1]))

@@ -91,7 +91,7 @@ class ReferenceEngine:
         policy: ReleasePolicy | None = None,
         save: bool = True,
     ) -> Request:
-        """Queue a request: without a `policy` it loads nothing, without `save` stores nothing.
+        """Queue a request: without a `policy` it retrieves nothing, without `save` stores nothing.
 
         Raises `ValueError` for one that the KV memory could never hold.
         """

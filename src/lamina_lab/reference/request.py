@@ -1,9 +1,9 @@
 """A request and its states.
 
-WAITING ──▶ LOADING ──▶ RUNNING ──▶ FINISHED          any but the last ──▶ ABORTED
+WAITING ──▶ RETRIEVING ──▶ RUNNING ──▶ FINISHED          any but the last ──▶ ABORTED
    │  ▲        │          │  ▲
    │  └────────┘ (failed) │  │
-   └──────────────────────┼──┘ (no hit, or a synchronous load)
+   └──────────────────────┼──┘ (no hit, or a synchronous retrieve)
       ▲                   ▼
       └────────────── PREEMPTED
 """
@@ -23,7 +23,7 @@ from lamina.client.release import ReleasePolicy
 
 class State(Enum):
     WAITING = "waiting"
-    LOADING = "loading"
+    RETRIEVING = "retrieving"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -38,18 +38,18 @@ class Request:
     prompt: list[int]
     max_new_tokens: int
     policy: ReleasePolicy | None = None
-    """How to load a hit; None recomputes instead of looking it up."""
+    """How to retrieve a hit; None recomputes instead of looking it up."""
     save: bool = True
     """Whether to store what is computed."""
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed_tokens: int = 0
-    """Tokens whose KV is in `blocks`, loaded or computed."""
+    """Tokens whose KV is in `blocks`, retrieved or computed."""
     lookup: Lookup | None = None
     gate: Gate | None = None
     hit_tokens: int = 0
-    """Tokens that the last retrieve loaded."""
+    """Tokens that the last retrieve retrieved."""
     saved_chunks: int = 0
     """Leading chunks that the server has or was sent."""
     failures: int = 0

@@ -36,13 +36,13 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._block_keys: dict[Request, KeyChain] = {}
         self.waiting: list[Request] = []  # WAITING and PREEMPTED, in order of arrival
-        self.loading: list[Request] = []
+        self.retrieving: list[Request] = []
         self.running: list[Request] = []
 
     @property
     def requests(self) -> list[Request]:
         """All that are not over."""
-        return self.running + self.loading + self.waiting
+        return self.running + self.retrieving + self.waiting
 
     def add(self, request: Request) -> None:
         """Queue a request and begin to look its prefix up."""
@@ -104,15 +104,15 @@ class Scheduler:
             self._store.begin(request)
 
     def _promote(self) -> None:
-        """Release loading requests whose gates have opened.
+        """Release retrieving requests whose gates have opened.
 
         A retrieve that failed just now opens its gate too: the step then settles it as failed.
         """
-        for request in list(self.loading):
+        for request in list(self.retrieving):
             assert request.gate is not None
             if not request.gate.is_released:
                 continue
-            self.loading.remove(request)
+            self.retrieving.remove(request)
             self._run(request)
 
     def _admit(self, request: Request) -> bool:
@@ -131,24 +131,24 @@ class Scheduler:
         request.computed_tokens = len(shared) * self._block_tokens
         request.hit_tokens = 0
         self.waiting.remove(request)
-        if hit > request.computed_tokens and self._load(request, hit):
-            request.state = State.LOADING
-            self.loading.append(request)
+        if hit > request.computed_tokens and self._retrieve(request, hit):
+            request.state = State.RETRIEVING
+            self.retrieving.append(request)
             return True
         if request.gate is None and self._store is not None:
             self._store.not_needed(request)
         self._run(request)
         return True
 
-    def _load(self, request: Request, hit: int) -> bool:
-        """Load the request's hit as its policy says; whether it must wait for its release."""
+    def _retrieve(self, request: Request, hit: int) -> bool:
+        """Retrieve the request's hit as its policy says; whether it must wait for its release."""
         assert self._store is not None
         start = request.computed_tokens
         end, release = self._store.plan(request, start, hit, self._others())
         if end <= start:
             self._store.meters.copies.skipped()
             return False
-        request.gate = self._store.load(request, start, end, release)
+        request.gate = self._store.retrieve(request, start, end, release)
         if request.gate is None:
             return False
         request.hit_tokens = end - start
@@ -159,13 +159,13 @@ class Scheduler:
         """Who is delayed when this step waits; the request that is asked about is in no list."""
         left = [len(r.tokens) - r.computed_tokens for r in self.running]
         prefill = [tokens for tokens in left if tokens > 1]
-        loading = [len(r.tokens) - r.computed_tokens for r in self.loading]
+        retrieving = [len(r.tokens) - r.computed_tokens for r in self.retrieving]
         return Batch(
             decoding=len(left) - len(prefill),
             prefilling=len(prefill),
             prefill_tokens=min(self._max_step_tokens, sum(prefill)),
-            loading=len(loading),
-            loading_tokens=sum(loading),
+            retrieving=len(retrieving),
+            retrieving_tokens=sum(retrieving),
             waiting=len(self.waiting),
         )
 
@@ -198,7 +198,7 @@ class Scheduler:
         return -(-tokens // self._block_tokens)
 
     def _give_back(self, request: Request, state: State) -> None:
-        for queue in (self.waiting, self.loading, self.running):
+        for queue in (self.waiting, self.retrieving, self.running):
             if request in queue:
                 queue.remove(request)
         self.pool.release(reversed(request.blocks))

@@ -1,4 +1,4 @@
-"""Ways to load a hit, side by side on a simulated machine."""
+"""Ways to retrieve a hit, side by side on a simulated machine."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Discrete events, no randomness, virtual time. The engine schedules as vLLM does: steps of bounded
 tokens, running requests before waiting ones, several prompts in one step, the next step scheduled
-while one is under way. The link is one lane, load after load. Each load is decided by a real
-release policy, and `auto` sees only what the real meters measured.
-"""
+while one is under way. The link is one lane, retrieve after retrieve. Each retrieve is decided by a
+real release policy, and `auto` sees only what the real meters measured."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from lamina_lab.simulate.model import Machine, Outcome, Workload
 
 
 @dataclass(eq=False)
-class _Load:
+class _Retrieve:
     number: int
     begins_s: float
     landed_s: list[float]
@@ -33,9 +32,9 @@ class _Request:
     sent_s: float = 0.0
     arrives_s: float = 0.0
     scheduled: int = 0
-    """Tokens that are computed or under way, loaded ones included."""
+    """Tokens that are computed or under way, retrieved ones included."""
     done: int = 0
-    load: _Load | None = None
+    retrieve: _Retrieve | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -72,15 +71,15 @@ class _Simulation:
         self._front_free_s = 0.0
         self._coming: list[_Request] = []
         self._waiting: deque[_Request] = deque()
-        self._loading: list[_Request] = []
+        self._retrieving: list[_Request] = []
         self._ready: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._under_way: deque[_Step] = deque()
-        self._untold: list[tuple[_Load, int]] = []
+        self._untold: list[tuple[_Retrieve, int]] = []
         self._ended: list[_Request] = []
         self._sent = self._steps = 0
         self._gaps: list[float] = []
-        self._loaded = 0
+        self._retrieved = 0
         self._reasons: dict[str, int] = {}
         self._meters = Meters(
             machine.layers, machine.token_bytes, machine.chunk_tokens, machine.step_tokens
@@ -101,7 +100,7 @@ class _Simulation:
             first_token_s=tuple(request.first_token_s - request.sent_s for request in ended),
             last_token_s=tuple(request.last_token_s - request.sent_s for request in ended),
             stream_gaps_s=tuple(self._gaps),
-            loaded_tokens=self._loaded,
+            retrieved_tokens=self._retrieved,
             reasons=self._reasons,
             seconds=self._now_s,
         )
@@ -127,7 +126,7 @@ class _Simulation:
             self._complete(self._under_way.popleft())
 
     def _idle(self) -> None:
-        if self._loading or self._waiting:
+        if self._retrieving or self._waiting:
             self._now_s += self._machine.idle_poll_s
         elif self._coming:
             self._now_s = max(self._now_s, min(request.arrives_s for request in self._coming))
@@ -167,7 +166,7 @@ class _Simulation:
                 self._running.append(request)
                 budget -= self._give(step, request, budget)
             else:
-                self._loading.append(request)
+                self._retrieving.append(request)
         return step
 
     def _give(self, step: _Step, request: _Request, budget: int) -> int:
@@ -178,7 +177,7 @@ class _Simulation:
         return tokens
 
     def _admit(self, request: _Request, step: _Step) -> bool:
-        """Decide about a request's hit and begin to load it; whether it runs in this step."""
+        """Decide about a request's hit and begin to retrieve it; whether it runs in this step."""
         hit = self._workload.hit_tokens
         if self._policy is None:
             request.scheduled = request.done = hit
@@ -187,20 +186,20 @@ class _Simulation:
         release = self._policy.decide(query)
         tokens = release.tokens_of(query)
         self._reasons[release.reason.value] = self._reasons.get(release.reason.value, 0) + 1
-        self._loaded += tokens
+        self._retrieved += tokens
         request.scheduled = request.done = tokens
         if not tokens:
             return True
-        request.load = self._copy(request, tokens, *release[:2])
+        request.retrieve = self._copy(request, tokens, *release[:2])
         return not release.release_after_slices
 
     def _batch(self, step: _Step) -> Batch:
         """What the scheduler's side of a connector sees of the others."""
         prefilling = [r for r in self._running if r.is_prefilling]
-        loading = [*self._loading, *self._ready]
+        retrieving = [*self._retrieving, *self._ready]
         gated = [
-            self._meters.copies.queue.busy_s(self._now_s, load.number)
-            for load in self._open_loads(self._running)
+            self._meters.copies.queue.busy_s(self._now_s, retrieve.number)
+            for retrieve in self._open_retrieves(self._running)
         ]
         return Batch(
             decoding=sum(not r.is_prefilling and r.tokens_left > 0 for r in self._running),
@@ -209,15 +208,17 @@ class _Simulation:
                 self._machine.step_tokens, sum(r.prompt - r.scheduled for r in prefilling)
             ),
             gated_s=max(gated, default=0.0),
-            loading=len(loading),
-            loading_tokens=sum(r.prompt - r.scheduled for r in loading),
+            retrieving=len(retrieving),
+            retrieving_tokens=sum(r.prompt - r.scheduled for r in retrieving),
             waiting=len(self._waiting),
         )
 
-    def _open_loads(self, requests: list[_Request]) -> list[_Load]:
-        return [r.load for r in requests if r.load and r.load.landed_s[-1] > self._now_s]
+    def _open_retrieves(self, requests: list[_Request]) -> list[_Retrieve]:
+        return [
+            r.retrieve for r in requests if r.retrieve and r.retrieve.landed_s[-1] > self._now_s
+        ]
 
-    def _copy(self, request: _Request, tokens: int, width: int, after: int) -> _Load:
+    def _copy(self, request: _Request, tokens: int, width: int, after: int) -> _Retrieve:
         machine = self._machine
         layers = machine.layers
         asked_s = self._now_s + machine.launch_s
@@ -231,10 +232,10 @@ class _Simulation:
         ]
         self._lane_free_s = landed_s[-1]
         release_s = landed_s[min(layers, after * width) - 1] if after else begins_s
-        load = _Load(request.number, begins_s, landed_s, release_s)
-        self._meters.copies.begin(load.number, tokens, self._now_s)
-        self._untold.append((load, tokens))
-        return load
+        retrieve = _Retrieve(request.number, begins_s, landed_s, release_s)
+        self._meters.copies.begin(retrieve.number, tokens, self._now_s)
+        self._untold.append((retrieve, tokens))
+        return retrieve
 
     def _launch(self, step: _Step) -> None:
         """Put a step on the GPU; its layers wait for their slices. The launching thread waits for
@@ -247,31 +248,39 @@ class _Simulation:
         )
         least_s = machine.prefill_step_s if prefill else machine.decode_step_s
         layer_s = max(compute_s, least_s) / machine.layers
-        loads = self._open_loads([r for r, _ in step.work])
+        retrieves = self._open_retrieves([r for r, _ in step.work])
         prefill_tokens = sum(n for _, n in prefill)
         context = sum(n * r.scheduled for r, n in prefill) // max(1, prefill_tokens)
         self._steps += 1
         step.number = self._steps
-        self._meters.steps.begin(step.number, self._now_s, prefill_tokens, context, bool(loads))
+        self._meters.steps.begin(step.number, self._now_s, prefill_tokens, context, bool(retrieves))
         time_s = max(self._gpu_free_s, self._now_s + machine.launch_s)
         for layer in range(machine.layers):
-            time_s = max([time_s, *(load.landed_s[layer] for load in loads)]) + layer_s
+            time_s = max([time_s, *(retrieve.landed_s[layer] for retrieve in retrieves)]) + layer_s
         step.end_s = self._gpu_free_s = time_s
-        self._now_s = max([self._now_s + machine.launch_s, *(load.landed_s[-1] for load in loads)])
+        self._now_s = max(
+            [self._now_s + machine.launch_s, *(retrieve.landed_s[-1] for retrieve in retrieves)]
+        )
         self._see_releases(step)
         for request, tokens in step.work:
             request.scheduled += tokens
 
     def _see_releases(self, step: _Step) -> None:
         step.released = [
-            r for r in self._loading if r.load is not None and r.load.release_s <= self._now_s
+            r
+            for r in self._retrieving
+            if r.retrieve is not None and r.retrieve.release_s <= self._now_s
         ]
         for request in step.released:
-            self._loading.remove(request)
+            self._retrieving.remove(request)
         machine = self._machine
-        for load, tokens in [item for item in self._untold if item[0].landed_s[-1] <= self._now_s]:
-            self._untold.remove((load, tokens))
-            self._meters.copies.end(load.number, load.landed_s[-1], tokens * machine.token_bytes)
+        for retrieve, tokens in [
+            item for item in self._untold if item[0].landed_s[-1] <= self._now_s
+        ]:
+            self._untold.remove((retrieve, tokens))
+            self._meters.copies.end(
+                retrieve.number, retrieve.landed_s[-1], tokens * machine.token_bytes
+            )
 
     def _promote(self, step: _Step) -> None:
         self._ready.extend(step.released)

@@ -52,14 +52,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds from sending to the first and to the last token, in order of sending;
-    `stream_gaps_s` between the tokens of streams. `loaded_tokens` and `reasons`: what was decided.
-    """
+    """Seconds from sending to the first and to the last token, in order of sending; `stream_gaps_s`
+    between the tokens of streams. `retrieved_tokens` and `reasons`: what was decided."""
 
     first_token_s: tuple[float, ...]
     last_token_s: tuple[float, ...]
     stream_gaps_s: tuple[float, ...]
-    loaded_tokens: int
+    retrieved_tokens: int
     reasons: dict[str, int]
     seconds: float
 

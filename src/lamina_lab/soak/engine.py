@@ -55,7 +55,7 @@ class _Asked:
 
 
 @dataclass(eq=False)
-class _Load:
+class _Retrieve:
     retrieve: Retrieve
     blocks: list[int]
     expected: Pages | None
@@ -80,7 +80,7 @@ class SoakEngine:
         self._free = list(range(BLOCKS))
         self._asked: list[_Asked] = []
         self._leases: dict[str, int] = {}
-        self._loads: list[_Load] = []
+        self._retrieves: list[_Retrieve] = []
         self._saves: list[_Save] = []
         self._own_leases: set[int] = set()
         self._requests = 0
@@ -117,7 +117,7 @@ class SoakEngine:
             self._expect(self._pages[:, self._free], POISON, "a free page was written")
 
     def step(self) -> None:
-        """Read replies; begin to load what was found; take back what is over."""
+        """Read replies; begin to retrieve what was found; take back what is over."""
         self.client.poll()
         if self.client.is_usable and not self._was_usable:
             self.reconnected += 1
@@ -125,10 +125,10 @@ class SoakEngine:
         for asked in [asked for asked in self._asked if asked.lookup.result is not None]:
             self._asked.remove(asked)
             self._serve(asked)
-        for load in list(self._loads):
-            self._check_load(load)
-            if load.retrieve.is_over:
-                self._end_load(load)
+        for retrieve in list(self._retrieves):
+            self._check_retrieve(retrieve)
+            if retrieve.retrieve.is_over:
+                self._end_retrieve(retrieve)
         for save in [save for save in self._saves if save.store.is_over]:
             self._check_save(save)
             self._saves.remove(save)
@@ -142,11 +142,14 @@ class SoakEngine:
     @property
     def is_idle(self) -> bool:
         """Whether every page is the engine's."""
-        return not (self._asked or self._loads or self._saves)
+        return not (self._asked or self._retrieves or self._saves)
 
     def end_all(self) -> None:
         """End every request, as when the engine is shut down in order."""
-        for request in {*self._leases, *(load.retrieve.request for load in self._loads)}:
+        for request in {
+            *self._leases,
+            *(retrieve.retrieve.request for retrieve in self._retrieves),
+        }:
             self._end(request)
         self._device.compute()
 
@@ -183,14 +186,14 @@ class SoakEngine:
             self._end(self._random.choice(list(self._leases)))
 
     def _preempt(self) -> None:
-        if self._loads:
-            request = self._random.choice(self._loads).retrieve.request
+        if self._retrieves:
+            request = self._random.choice(self._retrieves).retrieve.request
             self._end(request)
             self._ask()
 
     def _cancel(self) -> None:
-        if self._loads:
-            self.client.cancel(self._random.choice(self._loads).retrieve)
+        if self._retrieves:
+            self.client.cancel(self._random.choice(self._retrieves).retrieve)
 
     def _not_needed(self) -> None:
         if self._leases:
@@ -203,7 +206,7 @@ class SoakEngine:
         number = self._random.choice(list(self._own_leases)) ^ 1 << self._random.randrange(20, 60)
         blocks = self._take(BLOCKS_PER_CHUNK)
         if blocks is not None and number not in self._own_leases:
-            self._begin_load("corrupt", number, blocks, 1, None)
+            self._begin_retrieve("corrupt", number, blocks, 1, None)
         elif blocks is not None:
             self._give_back(blocks)
 
@@ -215,7 +218,7 @@ class SoakEngine:
     # Transfers.
 
     def _serve(self, asked: _Asked) -> None:
-        """Load what was found, as an engine does, and compute and store the rest."""
+        """Retrieve what was found, as an engine does, and compute and store the rest."""
         result = asked.lookup.result
         assert result is not None
         self.operations["hits" if result.chunks else "misses"] += 1
@@ -228,11 +231,11 @@ class SoakEngine:
             if blocks is None:
                 self._end(asked.request)
                 return
-            self._begin_load(asked.request, result.lease, blocks, first, expected)
+            self._begin_retrieve(asked.request, result.lease, blocks, first, expected)
         if result.chunks < len(asked.keys):
             self._save(asked.keys, result.chunks)
 
-    def _begin_load(
+    def _begin_retrieve(
         self, request: str, lease: int, blocks: list[int], first: int, expected: Pages | None
     ) -> None:
         width = self._random.randint(1, LAYERS)
@@ -241,7 +244,7 @@ class SoakEngine:
         if retrieve is None:
             self._give_back(blocks)
             return
-        self._loads.append(_Load(retrieve, blocks, expected))
+        self._retrieves.append(_Retrieve(retrieve, blocks, expected))
 
     def _save(self, keys: list[bytes], first: int) -> None:
         blocks = self._take((len(keys) - first) * BLOCKS_PER_CHUNK)
@@ -264,32 +267,34 @@ class SoakEngine:
         self._leases.pop(request, None)
         self.client.end_request(request)
 
-    def _end_load(self, load: _Load) -> None:
-        self._loads.remove(load)
-        self._leases.pop(load.retrieve.request, None)
-        outcome = load.retrieve.outcome
+    def _end_retrieve(self, retrieve: _Retrieve) -> None:
+        self._retrieves.remove(retrieve)
+        self._leases.pop(retrieve.retrieve.request, None)
+        outcome = retrieve.retrieve.outcome
         if outcome:
             self.errors[f"retrieve {_status_name(outcome)}"] += 1
             if outcome is TransferStatus.REFUSED:
-                self._expect(self._pages[:, load.blocks], POISON, "refused, but written")
+                self._expect(self._pages[:, retrieve.blocks], POISON, "refused, but written")
         else:
-            self.operations["loads"] += 1
-        self._give_back(load.blocks)
+            self.operations["retrieves"] += 1
+        self._give_back(retrieve.blocks)
 
-    def _check_load(self, load: _Load) -> None:
-        landed = load.retrieve.landed_slices  # before the outcome: a failure forces the count last
-        outcome = load.retrieve.outcome
-        if load.outcome not in (None, outcome):
+    def _check_retrieve(self, retrieve: _Retrieve) -> None:
+        landed = (
+            retrieve.retrieve.landed_slices
+        )  # before the outcome: a failure forces the count last
+        outcome = retrieve.retrieve.outcome
+        if retrieve.outcome not in (None, outcome):
             raise WrongBytesError("an outcome changed")
-        load.outcome = outcome
+        retrieve.outcome = outcome
         if outcome is TransferStatus.OK:
-            landed = len(load.retrieve.slices)
+            landed = len(retrieve.retrieve.slices)
         if outcome or not landed:
             return
-        if load.expected is None:
+        if retrieve.expected is None:
             raise WrongBytesError("something landed under a lease that was never given")
-        end = load.retrieve.slices[landed - 1].end_layer
-        got, wanted = self._pages[:end, load.blocks], load.expected[:end]
+        end = retrieve.retrieve.slices[landed - 1].end_layer
+        got, wanted = self._pages[:end, retrieve.blocks], retrieve.expected[:end]
         self._expect(got, wanted, "landed, but not its bytes")
 
     def _check_save(self, save: _Save) -> None:

@@ -1,10 +1,9 @@
 """References from vLLM's own hits, and comparisons with them.
 
-Free pages are full of garbage before every hit, so a page that was not loaded, or read too early,
-shows. Requests alone have the reference's schedule and its tokens; those of a crowd have them where
-vLLM computes independently of batches (VLLM_BATCH_INVARIANT=1), and otherwise the same first token,
-chosen to win by a wide margin.
-"""
+Free pages are full of garbage before every hit, so a page that was not retrieved, or read too
+early, shows. Requests alone have the reference's schedule and its tokens; those of a crowd have
+them where vLLM computes independently of batches (VLLM_BATCH_INVARIANT=1), and otherwise the same
+first token, chosen to win by a wide margin."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ NEAR = 0.25
 """And one by less than this; other KV moves it by more than 1."""
 PLAIN = {"layerwise_overlap": 1, "release_after_slices": 1}
 PACE_MS = 4.0
-"""A load takes this times its slices: long beside a step."""
+"""A retrieve takes this times its slices: long beside a step."""
 
 
 class Reference(NamedTuple):
@@ -41,9 +40,9 @@ class Reference(NamedTuple):
 def reference(engine: GpuEngine, prompt: list[int], hit: int, tokens: int = TOKENS) -> Reference:
     """Store the first `hit` tokens of a prompt, and answer it with a hit of as many."""
     base = prompt[: -(-hit // CHUNK_TOKENS) * CHUNK_TOKENS]
-    engine.ask(base, load=False)
+    engine.ask(base, retrieve=False)
     engine.keep_cached(engine.blocks_of["alone"][: hit // engine.block_tokens])
-    answer = engine.ask(prompt, tokens, load=False, store=False)
+    answer = engine.ask(prompt, tokens, retrieve=False, store=False)
     assert answer.cached == hit
     pages = engine.pages_of("alone", hit)
     engine.forget()
@@ -66,7 +65,7 @@ def check(engine: GpuEngine, expected: Reference, **mode: Any) -> None:
 def check_same(answer: Answer, expected: Answer) -> None:
     """The same tokens; of a batch whose additions come in another order, the same first token.
 
-    It comes from the prefill, which reads what was loaded; from there on the order decides.
+    It comes from the prefill, which reads what was retrieved; from there on the order decides.
     """
     assert answer.reason == "length"
     assert len(answer.tokens) == len(expected.tokens)

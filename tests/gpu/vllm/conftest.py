@@ -89,14 +89,14 @@ def engine(the_engine: GpuEngine, server: ValvedServer) -> Iterator[GpuEngine]:
     the_engine.forget()
     the_engine.hooks_fired.clear()
     yield the_engine
-    server.loads()
+    server.retrieves()
     the_engine.end_requests()
     the_engine.assert_all_idle(server)
 
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest, configuration: Configuration) -> dict[str, Any]:
-    """A way to load: a request's `lamina.` parameters."""
+    """A way to retrieve: a request's `lamina.` parameters."""
     return modes(configuration.model.layers)[request.param]
 
 

@@ -83,7 +83,7 @@ class GpuEngine(Engine):
         self.blocks_of = {}
         self.preempted = set()
         self.hooks_fired: list[bool] = []
-        """By forward that read a load that was still open: whether its layers' hooks fired."""
+        """By forward that read a retrieve that was still open: whether its layers' hooks fired."""
         eventually(self.find_identity)
         self._note_forwards()
 
@@ -176,9 +176,10 @@ class ValvedServer:
     def gauges(self) -> dict[str, float]:
         return self.call("gauges")
 
-    def loads(self, pace_ms: float = 0.0, fails_after: int | None = None) -> None:
-        """Each copy of a load takes `pace_ms` longer; one fails once `fails_after` have passed."""
-        self.call("loads", pace_ms=pace_ms, fails_after=fails_after)
+    def retrieves(self, pace_ms: float = 0.0, fails_after: int | None = None) -> None:
+        """Each copy of a retrieve takes `pace_ms` longer; one fails once `fails_after` have
+        passed."""
+        self.call("retrieves", pace_ms=pace_ms, fails_after=fails_after)
 
     def write(self, key: bytes, offset: int, data: bytes) -> bytes:
         """Overwrite bytes of a stored chunk; returns what was there."""
@@ -201,7 +202,7 @@ def _uint8() -> Any:
 
 
 def modes(layers: int) -> dict[str, dict[str, Any]]:
-    """Ways to load a hit: whole, 1 and 3 layers a slice, asynchronous and synchronous."""
+    """Ways to retrieve a hit: whole, 1 and 3 layers a slice, asynchronous and synchronous."""
     widths = {"whole": layers, "1-layer": 1, "3-layers": 3}
     return {
         f"{name}-{how}": {"layerwise_overlap": width, "release_after_slices": after}

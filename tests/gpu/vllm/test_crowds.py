@@ -49,7 +49,7 @@ def test_aborts_at_any_step(
 ) -> None:
     """Requests come and go in every state; those that stay are answered right."""
     rng = random.Random(str(mode))
-    server.loads(0.3)
+    server.retrieves(0.3)
     coming = [f"{name}/{turn}" for turn in range(2) for name in crowd]
     rng.shuffle(coming)
     alive: list[str] = []

@@ -65,14 +65,14 @@ def test_a_forward_that_does_not_wait_is_noticed(
     """Without its waits a request must end in an error, for it has read garbage."""
     expected = reference(engine, random_tokens(2 * CHUNK_TOKENS + 20, 2), 2 * CHUNK_TOKENS)
     monkeypatch.setattr(engine.worker._worker, "before_layer", lambda name: None)
-    server.loads(PACE_MS)
+    server.retrieves(PACE_MS)
     answer = engine.ask(expected.prompt, store=False, layerwise_overlap=1, release_after_slices=0)
     assert (answer.tokens, answer.reason) == ([], "error")
 
 
 def test_cold_request_computes_what_vllm_computes_alone(engine: GpuEngine) -> None:
     prompt = random_tokens(300, 3)
-    alone = engine.ask(prompt, TOKENS, load=False, store=False)
+    alone = engine.ask(prompt, TOKENS, retrieve=False, store=False)
     engine.forget()
     cold = engine.ask(prompt, TOKENS)
     assert cold.cached == 0
@@ -98,11 +98,11 @@ def test_one_token_tail_in_a_full_graph(
     prompt = random_tokens(4 * CHUNK_TOKENS + 1, 6)
     expected = reference(engine, prompt, 4 * CHUNK_TOKENS)
     engine.hooks_fired.clear()
-    server.loads(PACE_MS)
+    server.retrieves(PACE_MS)
     check(engine, expected, **mode)
     is_early = mode["layerwise_overlap"] == 1 or not mode["release_after_slices"]
     if configuration.on_gpu and is_early:
-        assert False in engine.hooks_fired, "no step read an open load in a full graph"
+        assert False in engine.hooks_fired, "no step read an open retrieve in a full graph"
 
 
 def test_reset_of_all_caches_begins_anew(engine: GpuEngine) -> None:

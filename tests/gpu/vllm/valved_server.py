@@ -31,7 +31,7 @@ ARENA_BYTES = 1 << 30
 
 
 class Lane(Valve):
-    """What loads go through: a pace, and perhaps a copy that fails."""
+    """What retrieves go through: a pace, and perhaps a copy that fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Control:
         match command.pop("do"):
             case "gauges":
                 return dict(self._server.gauges()) | {"filled": self._server.arena.is_filled}
-            case "loads":
+            case "retrieves":
                 self._lane.pace_s = command["pace_ms"] / 1e3
                 self._lane.fails_after = command["fails_after"]
                 self._lane.heal()
@@ -84,7 +84,7 @@ async def serve(path: Path, device: str) -> None:
     devices |= server_devices() if device == "cuda" else {}
     valved = {name: ValvedDevice(inner) for name, inner in devices.items()}
     for valved_device in valved.values():
-        valved_device.loads = lane
+        valved_device.retrieves = lane
     settings = ServerSettings(socket=path, arena_bytes=ARENA_BYTES, chunk_tokens=CHUNK_TOKENS)
     server = Server(settings, valved)
     control = Control(server, lane)

@@ -27,7 +27,10 @@ def test_bench_transfer_with_numbers_as_long_as_they_get() -> None:
         wrong_bytes=34_359_738_368,
     )
     result = TransferResult(
-        spec=TransferSpec(device="cuda"), link_load_gbps=555.5, link_store_gbps=444.4, cells=[cell]
+        spec=TransferSpec(device="cuda"),
+        link_retrieve_gbps=555.5,
+        link_store_gbps=444.4,
+        cells=[cell],
     )
     text = shown(transfer_table(result))
     for words in ("32768", "scattered", "555.55", "1.017", "34359738368", "12345.67", "12.34"):

@@ -18,7 +18,7 @@ FIXED = {name: policy for name, policy in ARMS.items() if name != "auto"}
 
 
 class MixedPolicy:
-    """Synchronous when nothing is being loaded, else released after 16 layers."""
+    """Synchronous when nothing is being retrieved, else released after 16 layers."""
 
     def decide(self, query: ReleaseQuery) -> Release:
         return Release(1, 16 if query.lane_busy_s else 0)
@@ -74,7 +74,7 @@ def test_a_measured_cell_is_met_within_13_percent(
 
 
 def test_the_order_of_what_was_measured_at_four_long_hits() -> None:
-    """Synchronous loads of all four are worst, the mix is at or below the floor."""
+    """Synchronous retrieves of all four are worst, the mix is at or below the floor."""
     times = {name: outcome(14_336, 4, policy).mean_s for name, policy in FIXED.items()}
     mixed_s, floor_s = outcome(14_336, 4, MixedPolicy()).mean_s, outcome(14_336, 4, None).mean_s
     assert max(times, key=lambda name: times[name]) == "sync"
@@ -121,11 +121,11 @@ def test_auto_beats_every_fixed_choice_where_the_link_is_the_bound() -> None:
     machine = Machine(link_s_per_gib=60e-3)
     assert ratios(machine, 15_104, 1)[0] < 0.95
     auto = outcome(15_104, 1, AutoPolicy(), machine)
-    assert 11_000 * 8 < auto.loaded_tokens < 15_104 * 8
+    assert 11_000 * 8 < auto.retrieved_tokens < 15_104 * 8
 
 
 def test_auto_computes_where_the_link_is_slower() -> None:
-    """Once it knows: the first hit is loaded."""
+    """Once it knows: the first hit is retrieved."""
     machine = Machine(link_s_per_gib=8.0)
     auto = outcome(8_192, 1, AutoPolicy(), machine)
     assert auto.reasons["recomputed"] == 7
@@ -160,7 +160,7 @@ def test_no_hit_is_sooner_than_link_and_computing_allow(policy: ReleasePolicy) -
     """Alone on an idle machine, and not faster than the floor."""
     machine = Machine()
     ideal = outcome(14_336, 1, policy)
-    least_s = machine.arrival_s + machine.copy_s(ideal.loaded_tokens // 8)
+    least_s = machine.arrival_s + machine.copy_s(ideal.retrieved_tokens // 8)
     assert min(ideal.first_token_s) >= least_s
     assert ideal.mean_s >= outcome(14_336, 1, None).mean_s
 

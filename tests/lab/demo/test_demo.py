@@ -24,7 +24,7 @@ from lamina_lab.demo.show import draw_timeline, table_of
 from tests.support.shown import shown
 
 SPEC = DemoSpec(documents=3)
-CALIBRATED = Calibrated(compute_s=0.1, load_bytes=10**8)
+CALIBRATED = Calibrated(compute_s=0.1, retrieve_bytes=10**8)
 
 
 def measured(transfers_s: list[float | None]) -> list[Measured]:

@@ -34,7 +34,7 @@ def cache_server() -> Iterator[ServerThread]:
 def cache(cache_server: ServerThread) -> Iterator[ServerThread]:
     """The module's server; nothing of the test before is left in it but its chunks."""
     yield cache_server
-    cache_server.device.loads.open()
+    cache_server.device.retrieves.open()
     cache_server.device.stores.open()
 
 
@@ -55,7 +55,7 @@ def make_engine(cache: ServerThread) -> Iterator[Callable[..., Engine]]:
         return engines[-1]
 
     yield make
-    cache.device.loads.open()
+    cache.device.retrieves.open()
     cache.device.stores.open()
     try:
         for engine in engines:

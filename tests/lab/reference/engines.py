@@ -180,8 +180,8 @@ def pass_slices_layer_by_layer(engine: Engine, server: ServerThread, first: int)
 
     def let_pass(layer: int) -> None:
         if layer >= first:
-            server.device.loads.wait_until_held()
-            server.device.loads.let_pass(1)
+            server.device.retrieves.wait_until_held()
+            server.device.retrieves.let_pass(1)
         if layer == engine.model.config.layers - 1:
             engine.before_layer = _nothing
 
@@ -199,10 +199,10 @@ def state_of(request: Request) -> State:
 
 def release_first_slice(engine: Engine, server: ServerThread, request: Request) -> None:
     """Let one slice of a request's held retrieve pass; return when the request is released."""
-    server.device.loads.wait_until_held()
-    server.device.loads.let_pass(1)
+    server.device.retrieves.wait_until_held()
+    server.device.retrieves.let_pass(1)
     engine.step_until(lambda: request.state is State.RUNNING)
-    server.device.loads.wait_until_held()
+    server.device.retrieves.wait_until_held()
     assert request.gate is not None
     assert not request.gate.is_settled
     assert request.gate.retrieve.landed_slices == 1

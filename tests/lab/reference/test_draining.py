@@ -1,4 +1,4 @@
-"""Blocks that are still being loaded: who shares them, preemption, abort in every state."""
+"""Blocks that are still being retrieved: who shares them, preemption, abort in every state."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tests.lab.reference.engines import (
 from tests.support.server import ServerThread
 from tests.support.wait import PATIENCE_S, eventually
 
-# Blocks that are still being loaded.
+# Blocks that are still being retrieved.
 
 
 def test_a_sharer_of_draining_blocks_waits_for_their_slices(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     owner = engine.add("owner", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: owner.state is State.LOADING)
+    engine.step_until(lambda: owner.state is State.RETRIEVING)
     release_first_slice(engine, populated, owner)
     sharer = engine.add("sharer", SHARED + tokens_of(20, seed=7), 3)
     pass_slices_layer_by_layer(engine, populated, first=1)
@@ -55,11 +55,11 @@ def test_a_sharer_of_draining_blocks_waits_for_their_slices(
     assert_like_a_recompute(engine, sharer)
 
 
-def test_a_sharer_of_a_synchronous_load_waits_in_the_same_step(
+def test_a_sharer_of_a_synchronous_retrieve_waits_in_the_same_step(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     owner = engine.add("owner", PROMPT, policy=SYNCHRONOUS)
     assert owner.lookup is not None
     owner.lookup.wait(20)
@@ -76,22 +76,22 @@ def test_a_sharer_fails_with_the_retrieve_of_its_blocks_and_recomputes(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     owner = engine.add("owner", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: owner.state is State.LOADING)
+    engine.step_until(lambda: owner.state is State.RETRIEVING)
     release_first_slice(engine, populated, owner)
     sharer = engine.add("sharer", SHARED + tokens_of(20, seed=7), 3)
 
     def break_the_link(layer: int) -> None:
         if layer == 2:
-            populated.device.loads.fail_next(DeviceError("the link broke", "Mend it"))
+            populated.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
         if 0 < layer <= 2:
-            populated.device.loads.let_pass(1)
+            populated.device.retrieves.let_pass(1)
 
     engine.before_layer = break_the_link
     engine.step()
     assert (owner.computed_tokens, sharer.computed_tokens) == (0, 0), "their tokens are void"
-    populated.device.loads.open()
+    populated.device.retrieves.open()
     engine.serve(owner, sharer)
     assert_like_a_recompute(engine, owner)
     assert_like_a_recompute(engine, sharer)
@@ -131,19 +131,19 @@ def test_a_request_preempted_while_draining_leaves_no_block_that_is_still_writte
     engine = make_engine(num_blocks=5 + needed)
     grower = engine.add("grower", grower_prompt, 4)
     engine.step()  # its prompt fills its blocks but for two tokens
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     victim = engine.add("victim", PROMPT, policy=LAYER_BY_LAYER)
     assert victim.lookup is not None
     victim.lookup.wait(20)
     engine.step()
-    assert state_of(victim) is State.LOADING
+    assert state_of(victim) is State.RETRIEVING
     blocks = victim.blocks[:HIT_BLOCKS]
     gate = victim.gate
     assert gate is not None
-    populated.device.loads.wait_until_held()
-    populated.device.loads.let_pass(1)
+    populated.device.retrieves.wait_until_held()
+    populated.device.retrieves.let_pass(1)
     eventually(lambda: gate.is_released)
-    populated.device.loads.wait_until_held()
+    populated.device.retrieves.wait_until_held()
     engine.step()
     assert (state_of(victim), len(grower.output)) == (State.RUNNING, 3)
     assert not gate.is_settled
@@ -151,7 +151,7 @@ def test_a_request_preempted_while_draining_leaves_no_block_that_is_still_writte
     assert victim.state is not State.RUNNING, "it was not preempted: nothing was tested"
     assert not set(blocks) & set(grower.blocks), "blocks were given away before their end"
     assert engine.pool.num_free < engine.pool.num_blocks - len(grower.blocks)
-    populated.device.loads.open()
+    populated.device.retrieves.open()
     engine.serve(grower, victim)
     assert_like_a_recompute(engine, grower)
     assert_like_a_recompute(engine, victim)
@@ -192,18 +192,18 @@ def test_abort_while_waiting_for_blocks_with_a_lease(
 
 
 @pytest.mark.parametrize("landed", [0, 1])
-def test_abort_while_loading(
+def test_abort_while_retrieving(
     populated: ServerThread, make_engine: Callable[..., Engine], landed: int
 ) -> None:
     engine = make_engine(num_blocks=40)
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     policy = FixedPolicy(1, release_after_slices=3)
     request = engine.add("aborted", PROMPT, policy=policy)
-    engine.step_until(lambda: request.state is State.LOADING)
+    engine.step_until(lambda: request.state is State.RETRIEVING)
     for _ in range(landed):
-        populated.device.loads.wait_until_held()
-        populated.device.loads.let_pass(1)
-    populated.device.loads.wait_until_held()
+        populated.device.retrieves.wait_until_held()
+        populated.device.retrieves.let_pass(1)
+    populated.device.retrieves.wait_until_held()
     abort_while_held(engine, populated, request)
 
 
@@ -212,9 +212,9 @@ def test_abort_while_running_and_draining(
 ) -> None:
     """The blocks are in the engine's own prefix cache by then, and must leave it."""
     engine = make_engine(num_blocks=40)
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     request = engine.add("aborted", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: request.state is State.LOADING)
+    engine.step_until(lambda: request.state is State.RETRIEVING)
     release_first_slice(engine, populated, request)
     abort_while_held(engine, populated, request)
 
@@ -230,7 +230,7 @@ def abort_while_held(engine: Engine, server: ServerThread, request: Request) -> 
     assert_like_a_recompute(engine, neighbour)
     assert not set(engine.recorder.tables["neighbour"]) & set(blocks)
     assert not retrieve.is_over
-    server.after_reading(server.device.loads.open)
+    server.after_reading(server.device.retrieves.open)
     engine.step_until_drained()
     assert retrieve.outcome is TransferStatus.CANCELLED
     assert engine.pool.num_free == engine.pool.num_blocks
@@ -281,12 +281,12 @@ def test_drain_ends_after_an_abort(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     request = engine.add("aborted", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: request.state is State.LOADING)
-    populated.device.loads.wait_until_held()
+    engine.step_until(lambda: request.state is State.RETRIEVING)
+    populated.device.retrieves.wait_until_held()
     engine.abort(request)
-    populated.after_reading(populated.device.loads.open)
+    populated.after_reading(populated.device.retrieves.open)
     draining = threading.Thread(target=engine.drain, daemon=True)
     draining.start()
     draining.join(PATIENCE_S)

@@ -51,7 +51,7 @@ def test_a_failed_copy_ends_in_recompute(
     populated: ServerThread, make_engine: Callable[..., Engine], policy: ReleasePolicy
 ) -> None:
     engine = make_engine()
-    populated.device.loads.fail_next(DeviceError("the link broke", "Mend it"))
+    populated.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
     request = hit(engine, policy=policy)
     assert request.failures == 1
     assert_bad_blocks_are_gone(engine, range(HIT_BLOCKS))
@@ -68,26 +68,26 @@ def test_a_failed_slice_ends_in_recompute(
 ) -> None:
     """`slices` land, the next one fails; the engine sees the count alone, or the reply as well."""
     engine = make_engine()
-    loads = populated.device.loads
-    loads.close()
+    retrieves = populated.device.retrieves
+    retrieves.close()
     request = engine.add("hit", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: request.state is State.LOADING)
+    engine.step_until(lambda: request.state is State.RETRIEVING)
     gate = request.gate
     assert gate is not None
     for landed in range(slices):
-        loads.wait_until_held()
-        loads.let_pass(1)
+        retrieves.wait_until_held()
+        retrieves.let_pass(1)
         eventually(functools.partial(has_landed, gate, landed + 1))
     if slices:
         engine.step_until(lambda: request.state is State.RUNNING)
-    loads.wait_until_held()
+    retrieves.wait_until_held()
     before = populated.totals()["retrieves"]
-    loads.fail_next(DeviceError("the link broke", "Mend it"))
-    loads.let_pass(1)
+    retrieves.fail_next(DeviceError("the link broke", "Mend it"))
+    retrieves.let_pass(1)
     eventually(lambda: gate.retrieve.outcome is TransferStatus.COPY_FAILED)
     if is_acknowledged:
         eventually(lambda: populated.totals()["retrieves"] > before)
-    loads.open()
+    retrieves.open()
     engine.serve(request)
     assert request.failures == 1
     assert_like_a_recompute(engine, request)
@@ -129,12 +129,12 @@ def test_a_retrieve_past_its_deadline_ends_in_recompute_on_other_blocks(
     engine = make_engine(clock=lambda: clock_s)
     client = engine.client
     assert client is not None
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     request = engine.add("hit", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: request.state is State.LOADING)
+    engine.step_until(lambda: request.state is State.RETRIEVING)
     if slices:
         release_first_slice(engine, populated, request)
-    populated.device.loads.wait_until_held()
+    populated.device.retrieves.wait_until_held()
     blocks = request.blocks[:HIT_BLOCKS]
     assert request.gate is not None
     retrieve = request.gate.retrieve
@@ -145,7 +145,7 @@ def test_a_retrieve_past_its_deadline_ends_in_recompute_on_other_blocks(
     assert not set(engine.recorder.tables["hit"]) & set(blocks)
     assert client.quarantined == 1
     assert engine.pool.num_free == engine.pool.num_blocks - HIT_BLOCKS
-    populated.device.loads.open()
+    populated.device.retrieves.open()
     engine.step_until_drained()
     assert client.quarantined == 0
     assert_never_written_again(engine, blocks)
@@ -156,15 +156,15 @@ def test_without_a_free_slot_a_hit_is_recomputed(
 ) -> None:
     monkeypatch.setattr("lamina.client.link.BOARD_SLOTS", 1)
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     first = engine.add("first", PROMPT, policy=LAYER_BY_LAYER)
-    engine.step_until(lambda: first.state is State.LOADING)
-    populated.device.loads.wait_until_held()
+    engine.step_until(lambda: first.state is State.RETRIEVING)
+    populated.device.retrieves.wait_until_held()
     second = engine.add("second", PROMPT, policy=LAYER_BY_LAYER)
     engine.serve(second)
     assert_like_a_recompute(engine, second)
-    assert first.state is State.LOADING
-    populated.device.loads.open()
+    assert first.state is State.RETRIEVING
+    populated.device.retrieves.open()
     engine.serve(first)
     assert_like_a_recompute(engine, first)
     assert (first.hit_tokens, second.hit_tokens) == (HIT, 0)
@@ -177,7 +177,7 @@ def test_what_is_stored_after_a_failure_is_right(
     prompt = tokens_of(HIT + 2 * CHUNK, seed=15)
     populate(make_engine(), prompt[:HIT])
     engine = make_engine()
-    cache.device.loads.fail_next(DeviceError("the link broke", "Mend it"))
+    cache.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
     request = engine.add("failed", prompt, policy=LAYER_BY_LAYER)
     engine.serve(request)
     engine.step_until_drained()
@@ -223,7 +223,7 @@ def test_a_server_killed_in_mid_retrieve_ends_in_recompute(socket_path: Path) ->
         populate(engine, PROMPT[:CHUNK])
         engine.pool.evict(range(engine.pool.num_blocks))
         request = engine.add("hit", PROMPT, 3, LAYER_BY_LAYER)
-        engine.step_until(lambda: request.state is State.LOADING)
+        engine.step_until(lambda: request.state is State.RETRIEVING)
         gate = request.gate
         server.process.kill()
         engine.serve(request)

@@ -128,10 +128,10 @@ def test_each_layer_is_computed_as_soon_as_its_slice_has_landed_and_no_sooner(
     populated: ServerThread, make_engine: Callable[..., Engine], policy: FixedPolicy
 ) -> None:
     engine = make_engine()
-    populated.device.loads.close()
+    populated.device.retrieves.close()
     request = engine.add("hit", PROMPT, policy=policy)
     if policy.release_after_slices:
-        engine.step_until(lambda: request.state is State.LOADING)
+        engine.step_until(lambda: request.state is State.RETRIEVING)
         release_first_slice(engine, populated, request)
     landed_at_layer: list[int] = []
 
@@ -173,7 +173,7 @@ def test_a_prompt_of_any_length_hits_whole_blocks_below_its_last_token(
 
 
 @pytest.mark.parametrize("own", [1, 16, 79, 80, 200, 255])
-def test_only_what_the_engine_does_not_hold_itself_is_loaded(
+def test_only_what_the_engine_does_not_hold_itself_is_retrieved(
     populated: ServerThread, make_engine: Callable[..., Engine], own: int
 ) -> None:
     engine = make_engine()
@@ -182,7 +182,7 @@ def test_only_what_the_engine_does_not_hold_itself_is_loaded(
     assert request.hit_tokens == HIT - own // BLOCK * BLOCK
 
 
-def test_what_the_engine_holds_itself_is_not_loaded_and_its_lease_ends(
+def test_what_the_engine_holds_itself_is_not_retrieved_and_its_lease_ends(
     populated: ServerThread, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine()
@@ -225,7 +225,7 @@ def test_generated_tokens_are_stored_and_hit_like_a_prompt(
 def test_requests_that_share_prefixes_run_beside_each_other(
     populated: ServerThread, make_engine: Callable[..., Engine], num_blocks: int
 ) -> None:
-    """Some hit, some share blocks that are being loaded, some miss, some have to wait."""
+    """Some hit, some share blocks that are being retrieved, some miss, some have to wait."""
     engine = make_engine(num_blocks=num_blocks, max_step_tokens=100)
     prompts = [
         PROMPT,

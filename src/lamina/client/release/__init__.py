@@ -1,5 +1,5 @@
 """Release policies: how wide a request's slices are, when it may start to compute, and whether it
-loads all of its hit."""
+retrieves all of its hit."""
 
 from lamina.client.release.auto import AutoPolicy
 from lamina.client.release.base import Batch, Reason, Release, ReleasePolicy, ReleaseQuery, Speed

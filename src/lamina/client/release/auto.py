@@ -1,14 +1,14 @@
-"""The policy `auto`: of all ways to load a hit, the one that delays everybody least.
+"""The policy `auto`: of all ways to retrieve a hit, the one that delays everybody least.
 
-Candidates are a *synchronous* load (the request runs in this step, each layer waits for its slice)
-and a *held* one (the request waits outside the batch until the rest will arrive just in time), each
-with the whole hit or with fewer chunks, whose tokens are then computed. For each the policy
-predicts when the request's prompt is computed, and by how much others are delayed:
+Candidates are a *synchronous* retrieve (the request runs in this step, each layer waits for its
+slice) and a *held* one (the request waits outside the batch until the rest will arrive just in
+time), each with the whole hit or with fewer chunks, whose tokens are then computed. For each the
+policy predicts when the request's prompt is computed, and by how much others are delayed:
 
     own   max(computing ends, last slice lands + its layers are computed), then the chunks that
           did not fit the first step
     others  in a synchronous step: the wait for slices, for each request that is in it or could be;
-          computing tokens that could have been loaded: for everybody
+          computing tokens that could have been retrieved: for everybody
 
 and takes the smallest sum.
 """
@@ -34,12 +34,12 @@ DECODES_TO_RELEASE = 2
 scheduling a release is seen when a step is launched, counts when that step is over, and the next
 one but one has then been launched."""
 CAUTION = 1.1
-"""Computing what could be loaded is assumed to be this much slower than measured."""
+"""Computing what could be retrieved is assumed to be this much slower than measured."""
 LEAST_GAIN = 0.1
-"""A shorter load must be better by this share: on an H200 gains of 6 % that were predicted for the
-last chunks did not come, since the rest of vLLM's work is in first-token time too. And it must be
-no worse were computing as slow as the slowest step of late: a load that is too short can cost a
-hundred milliseconds."""
+"""A shorter retrieve must be better by this share: on an H200 gains of 6 % that were predicted for
+the last chunks did not come, since the rest of vLLM's work is in first-token time too. And it must
+be no worse were computing as slow as the slowest step of late: a retrieve that is too short can
+cost a hundred milliseconds."""
 UNMEASURED_SHARE = 26 / 32
 """Before anything is measured a request that is not alone is released after this share of its
 slices: best at 4 and 8 requests at once on an H200, by less than the noise."""
@@ -55,17 +55,17 @@ class AutoPolicy:
             return _unmeasured(query)
         forecast = _Forecast(query, speed, speed.compute_s_per_token)
         plan = forecast.best()
-        if plan.load_tokens < query.load_tokens:
+        if plan.retrieve_tokens < query.retrieve_tokens:
             slowest_s = max(speed.compute_s_per_token, speed.slowest_compute_s_per_token)
             if not _Forecast(query, speed, slowest_s).agrees(plan):
                 plan = forecast.whole()
-        if not plan.load_tokens:
+        if not plan.retrieve_tokens:
             return Release(query.layers, 0, 0, Reason.RECOMPUTED, 0.0, plan.first_token_s)
-        width = _width(query.layers, plan.load_tokens * speed.copy_s_per_token)
+        width = _width(query.layers, plan.retrieve_tokens * speed.copy_s_per_token)
         return Release(
             width,
             -(-plan.layers_before // width),
-            plan.load_tokens,
+            plan.retrieve_tokens,
             forecast.reason_of(plan),
             plan.ready_s,
             plan.first_token_s,
@@ -73,10 +73,10 @@ class AutoPolicy:
 
 
 class _Plan(NamedTuple):
-    """One candidate. `layers_before` release is 0 for a synchronous load; `stall_s` is how long its
-    step waits."""
+    """One candidate. `layers_before` release is 0 for a synchronous retrieve; `stall_s` is how long
+    its step waits."""
 
-    load_tokens: int
+    retrieve_tokens: int
     layers_before: int
     ready_s: float
     first_token_s: float
@@ -104,7 +104,7 @@ class _Forecast:
 
     def best(self) -> _Plan:
         """The cheapest of all candidates; with less than the whole hit only for a real gain."""
-        chunks = -(-self._query.load_tokens // self._query.chunk_tokens)
+        chunks = -(-self._query.retrieve_tokens // self._query.chunk_tokens)
         ways = self._ways()
         whole = self.whole()
         nothing = self.synchronous(chunks)
@@ -117,16 +117,16 @@ class _Forecast:
 
     def agrees(self, plan: _Plan) -> bool:
         """Whether `plan`, of another forecast, is no worse than the whole hit here too."""
-        fewer = -(-(self._query.load_tokens - plan.load_tokens) // self._query.chunk_tokens)
+        fewer = -(-(self._query.retrieve_tokens - plan.retrieve_tokens) // self._query.chunk_tokens)
         again = self.held(fewer) if plan.layers_before else self.synchronous(fewer)
         return again.cost_s <= self.whole().cost_s
 
     def _ways(self) -> list[Callable[[int], _Plan]]:
-        """A synchronous load never overtakes those who are loading, and joins a busy lane only
-        where computing takes longer than what is ahead: everybody would wait for all of it, and
-        the engine's thread as well. Alone there is nobody to be held for."""
+        """A synchronous retrieve never overtakes those who are retrieving, and joins a busy lane
+        only where computing takes longer than what is ahead: everybody would wait for all of it,
+        and the engine's thread as well. Alone there is nobody to be held for."""
         query = self._query
-        if query.batch.loading:
+        if query.batch.retrieving:
             return [self.held]
         if query.lane_busy_s:
             return [self.synchronous, self.held] if not self.synchronous(0).stall_s else [self.held]
@@ -134,8 +134,8 @@ class _Forecast:
 
     def reason_of(self, plan: _Plan) -> Reason:
         if plan.layers_before:
-            return Reason.HELD
-        first_slices_s = 2 * plan.load_tokens * self._copy_s / self._query.layers
+            return Reason.OUTSIDE
+        first_slices_s = 2 * plan.retrieve_tokens * self._copy_s / self._query.layers
         if plan.stall_s <= first_slices_s:  # the first one is always waited for
             return Reason.HIDDEN
         return Reason.CHEAPER if self._query.batch.running else Reason.ALONE
@@ -143,36 +143,36 @@ class _Forecast:
     def synchronous(self, fewer_chunks: int) -> _Plan:
         """The request runs in this step."""
         query, batch = self._query, self._query.batch
-        load, compute, extra_s = self._tokens(fewer_chunks)
+        retrieve, compute, extra_s = self._tokens(fewer_chunks)
         room = max(1, query.step_tokens - batch.prefill_tokens - batch.decoding)
         first = min(compute, room)
         step_s = self._step_s(batch.prefill_tokens + first)
         unstalled_s = query.engine_busy_s + step_s
         end_s = unstalled_s
-        if load:
-            copy_s, part = load * self._copy_s, 1 / query.layers
+        if retrieve:
+            copy_s, part = retrieve * self._copy_s, 1 / query.layers
             first_s = query.lane_busy_s + copy_s * part
             last_s = query.lane_busy_s + copy_s
             end_s = max(unstalled_s, first_s + step_s, last_s + step_s * part)
         stall_s = end_s - unstalled_s
         others_s = batch.prefilling * max(0.0, end_s - self._others_end_s)
-        others_s += (batch.decoding + batch.loading) * stall_s + self._delay_s(extra_s)
+        others_s += (batch.decoding + batch.retrieving) * stall_s + self._delay_s(extra_s)
         rest_s = (compute - first) * self._token_s
-        return _Plan(load, 0, 0.0, end_s + rest_s, stall_s, others_s)
+        return _Plan(retrieve, 0, 0.0, end_s + rest_s, stall_s, others_s)
 
     def held(self, fewer_chunks: int) -> _Plan:
         """The request is released so late that its step need not wait."""
         query = self._query
         layers = query.layers
-        load, compute, extra_s = self._tokens(fewer_chunks)
+        retrieve, compute, extra_s = self._tokens(fewer_chunks)
         first = min(compute, query.step_tokens)
         step_s = self._step_s(first)
         delay_s = RELEASE_S
         if query.batch.running:
             delay_s += self._others_step_s + DECODES_TO_RELEASE * self._decode_s
-        copy_s = load * self._copy_s
+        copy_s = retrieve * self._copy_s
         early_s = delay_s + step_s * (layers - 1) / layers
-        free_s = self._others_end_s + query.batch.loading_tokens * self._token_s
+        free_s = self._others_end_s + query.batch.retrieving_tokens * self._token_s
         layer_s = copy_s / layers
         if layer_s:
             needed = math.ceil((copy_s - early_s) / layer_s)
@@ -185,19 +185,20 @@ class _Forecast:
         landed_s = query.lane_busy_s + copy_s
         end_s = max(begins_s + step_s, landed_s + step_s / layers)
         rest_s = (compute - first) * self._token_s
-        return _Plan(load, before, ready_s, end_s + rest_s, 0.0, self._delay_s(extra_s))
+        return _Plan(retrieve, before, ready_s, end_s + rest_s, 0.0, self._delay_s(extra_s))
 
     def _tokens(self, fewer_chunks: int) -> tuple[int, float, float]:
-        """Tokens to load and to compute, and the time that the latter take more than need be."""
+        """Tokens to retrieve and to compute, and the time that the latter take more than need
+        be."""
         query = self._query
-        load = max(0, query.load_tokens - fewer_chunks * query.chunk_tokens)
-        extra = (query.load_tokens - load) * CAUTION
-        return load, query.compute_tokens + extra, extra * self._token_s
+        retrieve = max(0, query.retrieve_tokens - fewer_chunks * query.chunk_tokens)
+        extra = (query.retrieve_tokens - retrieve) * CAUTION
+        return retrieve, query.compute_tokens + extra, extra * self._token_s
 
     def _delay_s(self, extra_s: float) -> float:
         """What computing `extra_s` longer costs the others: the GPU is theirs as well."""
         batch = self._query.batch
-        return extra_s * (batch.running + batch.loading + batch.waiting)
+        return extra_s * (batch.running + batch.retrieving + batch.waiting)
 
     def _step_s(self, tokens: float) -> float:
         return max(self._least_prefill_s, tokens * self._token_s) if tokens else self._decode_s
@@ -235,7 +236,7 @@ def _width(layers: int, copy_s: float) -> int:
 
 def _unmeasured(query: ReleaseQuery) -> Release:
     alone = not query.batch.running and not query.lane_busy_s
-    copy_s = query.load_tokens * query.speed.copy_s_per_token if query.speed else math.inf
+    copy_s = query.retrieve_tokens * query.speed.copy_s_per_token if query.speed else math.inf
     width = _width(query.layers, copy_s)
     after = 0 if alone else math.ceil(query.layers * UNMEASURED_SHARE / width)
     return Release(width, after, reason=Reason.UNMEASURED)

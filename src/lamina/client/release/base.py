@@ -11,16 +11,15 @@ class Batch(NamedTuple):
 
     `prefilling` requests compute `prefill_tokens` in the step that is being put together, and
     `decoding` ones a token each; `gated_s` is how long that step waits for slices already.
-    `loading` requests wait for their own loads and compute `loading_tokens` then; `waiting` ones
-    have not begun.
-    """
+    `retrieving` requests wait for their own retrieves and compute `retrieving_tokens` then;
+    `waiting` ones have not begun."""
 
     decoding: int = 0
     prefilling: int = 0
     prefill_tokens: int = 0
     gated_s: float = 0.0
-    loading: int = 0
-    loading_tokens: int = 0
+    retrieving: int = 0
+    retrieving_tokens: int = 0
     waiting: int = 0
 
     @property
@@ -47,14 +46,13 @@ class Speed(NamedTuple):
 class ReleaseQuery(NamedTuple):
     """What a policy may look at. A policy is a pure function of it.
 
-    `load_tokens` are what the server has beyond the engine's own hit, `compute_tokens` what is left
-    to compute after them. A shorter load ends `chunk_tokens` earlier, or a multiple of that.
-    `step_tokens` bounds the tokens of a step. The lane is free in `lane_busy_s`; the step that is
-    being put together begins in `engine_busy_s`.
-    """
+    `retrieve_tokens` are what the server has beyond the engine's own hit, `compute_tokens` what is
+    left to compute after them. A shorter retrieve ends `chunk_tokens` earlier, or a multiple of
+    that. `step_tokens` bounds the tokens of a step. The lane is free in `lane_busy_s`; the step
+    that is being put together begins in `engine_busy_s`."""
 
     layers: int
-    load_tokens: int
+    retrieve_tokens: int
     compute_tokens: int
     chunk_tokens: int = 256
     step_tokens: int = 2048
@@ -77,15 +75,15 @@ class Reason(Enum):
     """The step waits, and there is nobody else in it."""
     CHEAPER = "cheaper"
     """The step waits, and that delays all together less than letting the request wait."""
-    HELD = "held"
+    OUTSIDE = "outside"
     """The request waits outside the batch until the rest arrives in time."""
     RECOMPUTED = "recomputed"
-    """Computing is sooner than loading."""
+    """Computing is sooner than retrieving."""
 
 
 class Release(NamedTuple):
-    """The answer. `release_after_slices` is 0 for a synchronous load: the request runs in this very
-    step, and every layer waits for its own slice. `load_tokens` is None for all of them.
+    """The answer. `release_after_slices` is 0 for a synchronous retrieve: the request runs in this
+    very step, and every layer waits for its own slice. `retrieve_tokens` is None for all of them.
 
     Predicted from now: `ready_s` until the request is released, `first_token_s` until its prompt is
     computed. None where nothing is known.
@@ -93,14 +91,14 @@ class Release(NamedTuple):
 
     layers_per_slice: int
     release_after_slices: int
-    load_tokens: int | None = None
+    retrieve_tokens: int | None = None
     reason: Reason = Reason.FIXED
     ready_s: float | None = None
     first_token_s: float | None = None
 
     def tokens_of(self, query: ReleaseQuery) -> int:
-        """How many tokens to load."""
-        return query.load_tokens if self.load_tokens is None else self.load_tokens
+        """How many tokens to retrieve."""
+        return query.retrieve_tokens if self.retrieve_tokens is None else self.retrieve_tokens
 
 
 class ReleasePolicy(Protocol):

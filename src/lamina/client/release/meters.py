@@ -18,12 +18,13 @@ KEPT = 9
 ENOUGH = 3
 """Samples without which nothing is known: the first step of an engine compiles, for example."""
 LEAST_COPY_BYTES = 4 << 20
-"""A smaller load says more about latency than about the link."""
+"""A smaller retrieve says more about latency than about the link."""
 LEAST_STEP_TOKENS = 256
 """A smaller step says more about launching than about computing."""
 MOST_JOBS = 64
 MOST_SKIPPED = 16
-"""After so many hits that were computed instead of loaded one is loaded, to see what it takes."""
+"""After so many hits that were computed instead of retrieved one is retrieved, to see what it
+takes."""
 PRIOR_LINK_GBPS = 50.0
 """Until measured: what 16 lanes of PCIe 5 give (H200: 54)."""
 
@@ -103,7 +104,7 @@ class CopyMeter:
     """How long the link takes for the KV of a token, and when it is free.
 
     Who computes all hits because the link seems slow learns nothing more about it: so after
-    `MOST_SKIPPED` of them what was measured is forgotten, and the next hit is loaded.
+    `MOST_SKIPPED` of them what was measured is forgotten, and the next hit is retrieved.
     """
 
     def __init__(self, token_bytes: int) -> None:
@@ -117,19 +118,21 @@ class CopyMeter:
         measured = self._s_per_byte.value
         return self.token_bytes * (measured or 1e-9 / PRIOR_LINK_GBPS)
 
-    def begin(self, load: int, tokens: int, now_s: float) -> None:
-        """The load with this number is asked for."""
-        self.queue.begin(load, now_s, tokens * self.s_per_token)
+    def begin(self, retrieve: int, tokens: int, now_s: float) -> None:
+        """The retrieve with this number is asked for."""
+        self.queue.begin(retrieve, now_s, tokens * self.s_per_token)
 
-    def end(self, load: int, end_s: float, nbytes: int = 0, begun_s: float | None = None) -> None:
-        """A load has landed (`nbytes`) or is over without (0)."""
-        worked_s = self.queue.end(load, end_s, begun_s)
+    def end(
+        self, retrieve: int, end_s: float, nbytes: int = 0, begun_s: float | None = None
+    ) -> None:
+        """A retrieve has landed (`nbytes`) or is over without (0)."""
+        worked_s = self.queue.end(retrieve, end_s, begun_s)
         if worked_s is not None and worked_s > 0 and nbytes >= LEAST_COPY_BYTES:
             self._s_per_byte.add(worked_s / nbytes)
             self._skipped = 0
 
     def skipped(self) -> None:
-        """A hit was computed instead of loaded."""
+        """A hit was computed instead of retrieved."""
         self._skipped += 1
         if self._skipped > MOST_SKIPPED:
             self._s_per_byte = Recent(enough=1)
@@ -232,22 +235,28 @@ class Meters:
         self.steps = StepMeter()
 
     def query(
-        self, now_s: float, start_tokens: int, load_tokens: int, compute_tokens: int, batch: Batch
+        self,
+        now_s: float,
+        start_tokens: int,
+        retrieve_tokens: int,
+        compute_tokens: int,
+        batch: Batch,
     ) -> ReleaseQuery:
-        """What a policy is asked about a hit of `load_tokens` beyond the first `start_tokens`."""
+        """What a policy is asked about a hit of `retrieve_tokens` beyond the first
+        `start_tokens`."""
         return ReleaseQuery(
             self._layers,
-            load_tokens,
+            retrieve_tokens,
             compute_tokens,
             self._chunk_tokens,
             self._step_tokens,
             batch,
             Speed(
                 self.copies.s_per_token,
-                self.steps.s_per_token(start_tokens + load_tokens),
+                self.steps.s_per_token(start_tokens + retrieve_tokens),
                 self.steps.least_prefill_s,
                 self.steps.decode_s,
-                self.steps.slowest_s_per_token(start_tokens + load_tokens),
+                self.steps.slowest_s_per_token(start_tokens + retrieve_tokens),
             ),
             self.copies.queue.busy_s(now_s),
             self.steps.queue.busy_s(now_s),

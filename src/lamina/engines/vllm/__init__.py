@@ -1,7 +1,7 @@
 """The vLLM connector: LaminaConnector of `kv_connector_module_path` lamina.engines.vllm.
 
     connector.py   what vLLM calls; hands on to one of the two sides
-    scheduler.py   the scheduler's side: lookups, pins, what to load, gate and store
+    scheduler.py   the scheduler's side: lookups, pins, what to retrieve, gate and store
     worker.py      the worker's side: KV memory, transfers, waits, settling
     config.py      settings, and what is refused       kinds.py      which models may be cached
     identity.py    what a chunk's key depends on, with fields.py, weights.py, adapters.py, epochs.py

@@ -6,7 +6,7 @@ gates are not armed, or blocks that vLLM may hand out while a transfer has them,
 tokens, and no answer is better than a wrong one.
 
     a lookup fails              no hit, for nobody from then on
-    a request is tracked        what it shares with loads in flight is still gated and held
+    a request is tracked        what it shares with retrieves in flight is still gated and held
     nothing is held             nothing can be read or written wrongly: every call may be left out
     anything else               the exception goes on; so it does where vLLM was promised a hit
 """
@@ -44,7 +44,7 @@ class Boundary:
             answer = call()
         except Exception:
             if self._side.has_pending_work and not self._side.is_tracked(request.request_id):
-                raise  # it might read blocks of a load in flight, and no gate would know
+                raise  # it might read blocks of a retrieve in flight, and no gate would know
             self._survive()
             return without
         return without if self.is_broken else answer

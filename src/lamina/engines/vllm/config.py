@@ -12,7 +12,7 @@ from lamina.errors import SettingsError
 from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings, parse_overlap
 
 _PREFIX = "lamina."
-_REQUEST_KEYS = ("layerwise_overlap", "release_after_slices", "load", "store")
+_REQUEST_KEYS = ("layerwise_overlap", "release_after_slices", "retrieve", "store")
 _MOST_SLICES = 10**6
 """More than any model has layers."""
 
@@ -43,7 +43,7 @@ class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
 
 class RequestSettings:
     """What a request's `kv_transfer_params` force: `lamina.layerwise_overlap`,
-    `lamina.release_after_slices` (0: a synchronous load), `lamina.load`, `lamina.store`.
+    `lamina.release_after_slices` (0: a synchronous retrieve), `lamina.retrieve`, `lamina.store`.
 
     Users write these: anything but the right types raises `SettingsError`.
     """
@@ -59,7 +59,7 @@ class RequestSettings:
                 f"a request has no setting {_PREFIX + min(unknown)!r}",
                 "Known: " + ", ".join(_PREFIX + key for key in _REQUEST_KEYS),
             )
-        self.load = _bool("load", forced.get("load", True))
+        self.retrieve = _bool("retrieve", forced.get("retrieve", True))
         self.store = _bool("store", forced.get("store", True))
         width = parse_overlap(forced.get("layerwise_overlap", settings.layerwise_overlap))
         after = forced.get("release_after_slices", settings.release_after_slices)
@@ -81,7 +81,7 @@ def _slices(value: object) -> int:
         return value
     raise SettingsError(
         f"{_PREFIX}release_after_slices of a request is {value!r}",
-        "Use a number of slices, or 0 for a synchronous load",
+        "Use a number of slices, or 0 for a synchronous retrieve",
     )
 
 
@@ -98,7 +98,7 @@ def check_transfer(transfer: Any) -> None:
             transfer.kv_load_failure_policy == "recompute",
             f"kv_load_failure_policy of {transfer.kv_connector} is 'recompute'",
             "vLLM would emit tokens computed on missing KV, or compute in blocks that are still "
-            "written: use 'fail' (a load that fails before its request runs is recomputed anyway)",
+            "written: use 'fail' (what fails before its request runs is recomputed anyway)",
         ),
     )
 
@@ -157,7 +157,7 @@ def check_supported(vllm_config: Any) -> None:
         (
             str(cache.cache_dtype).endswith("_per_token_head"),
             f"cache_dtype is {cache.cache_dtype!r}",
-            "vLLM resets the scales in loaded pages: use another --kv-cache-dtype",
+            "vLLM resets the scales in retrieved pages: use another --kv-cache-dtype",
         ),
         (
             cache.kv_sharing_fast_prefill,

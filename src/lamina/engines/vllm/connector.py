@@ -271,7 +271,7 @@ class LaminaConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         side, boundary = self._guarded()
         step = boundary.step(lambda: side.build_step(scheduler_output), StepMetadata())
-        if step.loads and (worker := self._worker_here()) is not None:
+        if step.retrieves and (worker := self._worker_here()) is not None:
             worker.begin_early(step)
         if step.gates and hasattr(scheduler_output, "has_sync_kv_loads"):
             scheduler_output.has_sync_kv_loads = True
@@ -366,7 +366,7 @@ class LaminaConnector(KVConnectorBase_V1):
 
 
 def _backend_names(layers: Mapping[str, Any]) -> str:
-    """The attention backends of the loaded layers."""
+    """The attention backends of the retrieved layers."""
     backends = {
         layer.attn_backend.get_name() for layer in layers.values() if hasattr(layer, "attn_backend")
     }

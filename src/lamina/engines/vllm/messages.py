@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 @dataclass(frozen=True)
-class LoadSpec:
-    """Load leased chunks, from token `start_tokens` of the prompt, into `blocks`."""
+class RetrieveSpec:
+    """Retrieve leased chunks, from token `start_tokens` of the prompt, into `blocks`."""
 
     number: int
     request: str
@@ -24,7 +24,7 @@ class LoadSpec:
     blocks: list[int]
     layers_per_slice: int
     release_after_slices: int
-    """0: a synchronous load, read by a forward of this very step."""
+    """0: a synchronous retrieve, read by a forward of this very step."""
     needs_ticket: bool
     """Whether work enqueued before may still write the blocks."""
 
@@ -41,13 +41,13 @@ class StoreSpec:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step. `gates` are the loads that a request of this step may read before they have
-    settled; `bad_blocks` those of loads that failed after their request was released. Steps are
+    """One step. `gates` are the retrieves that a request of this step may read before they have
+    settled; `bad_blocks` those of retrieves that failed after their request was released. Steps are
     numbered from 1."""
 
     number: int = 0
 
-    loads: list[LoadSpec] = field(default_factory=list)
+    retrieves: list[RetrieveSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
     gates: list[int] = field(default_factory=list)
     bad_blocks: set[int] = field(default_factory=set)
@@ -56,8 +56,9 @@ class StepMetadata(KVConnectorMetadata):
     """The number of a reset after which the weights may be others; 0: there is nothing to ask."""
 
 
-class LandedLoad(NamedTuple):
-    """The server's account of a load: asked for and landed at these times of `time.monotonic`."""
+class LandedRetrieve(NamedTuple):
+    """The server's account of a retrieve: asked for and landed at these times of
+    `time.monotonic`."""
 
     number: int
     nbytes: int
@@ -67,7 +68,7 @@ class LandedLoad(NamedTuple):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What became of loads and stores, by number; counted over ranks, each reports once.
+    """What became of retrieves and stores, by number; counted over ranks, each reports once.
 
     `over`: nothing more will touch the blocks. `failed`: after release, the blocks are bad.
     `recompute`: failed before release and over, the request can compute instead. `step` is the
@@ -77,11 +78,11 @@ class StepReport(KVConnectorWorkerMetadata):
 
     step: int = 0
 
-    loads_over: Counter[int] = field(default_factory=Counter)
-    loads_failed: Counter[int] = field(default_factory=Counter)
-    loads_to_recompute: Counter[int] = field(default_factory=Counter)
+    retrieves_over: Counter[int] = field(default_factory=Counter)
+    retrieves_failed: Counter[int] = field(default_factory=Counter)
+    retrieves_to_recompute: Counter[int] = field(default_factory=Counter)
     stores_over: Counter[int] = field(default_factory=Counter)
-    landed: list[LandedLoad] = field(default_factory=list)
+    landed: list[LandedRetrieve] = field(default_factory=list)
     weights: list[tuple[int, str | None]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
@@ -89,9 +90,9 @@ class StepReport(KVConnectorWorkerMetadata):
         assert isinstance(other, StepReport)
         return StepReport(
             max(self.step, other.step),
-            self.loads_over + other.loads_over,
-            self.loads_failed + other.loads_failed,
-            self.loads_to_recompute + other.loads_to_recompute,
+            self.retrieves_over + other.retrieves_over,
+            self.retrieves_failed + other.retrieves_failed,
+            self.retrieves_to_recompute + other.retrieves_to_recompute,
             self.stores_over + other.stores_over,
             self.landed + other.landed,
             self.weights + other.weights,
@@ -100,9 +101,9 @@ class StepReport(KVConnectorWorkerMetadata):
     def __bool__(self) -> bool:
         return bool(
             self.step
-            or self.loads_over
-            or self.loads_failed
-            or self.loads_to_recompute
+            or self.retrieves_over
+            or self.retrieves_failed
+            or self.retrieves_to_recompute
             or self.stores_over
             or self.landed
             or self.weights

@@ -1,4 +1,5 @@
-"""How hits are loaded: what the scheduler's side measures, and what it asks the release policy."""
+"""How hits are retrieved: what the scheduler's side measures, and what it asks the release
+policy."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 from vllm.v1.request import RequestStatus
 
 from lamina.client import Batch, Meters, Reason, Release, ReleaseQuery
-from lamina.engines.vllm.loads import Loads
-from lamina.engines.vllm.messages import LandedLoad
+from lamina.engines.vllm.messages import LandedRetrieve
+from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.tracked import Offer, Tracked
 
@@ -49,20 +50,20 @@ class Planner:
         self._expected: dict[str, _Expectation] = {}
 
     def set_model(self, layers: int, token_bytes: int) -> None:
-        """What the worker's side found out; before this nothing is loaded."""
+        """What the worker's side found out; before this nothing is retrieved."""
         self._meters = Meters(layers, token_bytes, self._chunk_tokens, self._step_tokens)
 
     def decide(
         self, asked: Tracked, start_tokens: int, hit_tokens: int, others: Batch
     ) -> tuple[ReleaseQuery, Release]:
-        """Ask the request's policy how to load `hit_tokens` beyond `start_tokens`."""
+        """Ask the request's policy how to retrieve `hit_tokens` beyond `start_tokens`."""
         left = asked.request.num_tokens - start_tokens - hit_tokens
         query = self._meters.query(self._clock(), start_tokens, hit_tokens, left, others)
         return query, asked.settings.policy.decide(query)
 
-    def batch(self, asked: Tracked, tracked: Mapping[str, Tracked], loads: Loads) -> Batch:
+    def batch(self, asked: Tracked, tracked: Mapping[str, Tracked], retrieves: Retrieves) -> Batch:
         """Who else is there when vLLM asks about a request in the middle of a scheduling pass."""
-        decoding = prefilling = prefill_tokens = loading = loading_tokens = waiting = 0
+        decoding = prefilling = prefill_tokens = retrieving = retrieving_tokens = waiting = 0
         for other in tracked.values():
             request = other.request
             left = request.num_tokens - request.num_computed_tokens
@@ -74,33 +75,33 @@ class Planner:
                     prefill_tokens += left
                 else:
                     decoding += 1
-            elif request.num_computed_tokens:  # it is loading, or was released and not run yet
-                loading += 1
-                loading_tokens += left
+            elif request.num_computed_tokens:  # it is retrieving, or was released and not run yet
+                retrieving += 1
+                retrieving_tokens += left
             else:
                 waiting += 1
         now_s = self._clock()
         gated = [
             self._meters.copies.queue.busy_s(now_s, number)
-            for number, load in loads.open.items()
-            if load.is_gate and not load.over
+            for number, retrieve in retrieves.open.items()
+            if retrieve.is_gate and not retrieve.over
         ]
         return Batch(
             decoding,
             prefilling,
             min(prefill_tokens, self._step_tokens),
             max(gated, default=0.0),
-            loading,
-            loading_tokens,
+            retrieving,
+            retrieving_tokens,
             waiting,
         )
 
-    def committed(self, tracked: Tracked, offer: Offer, load: int | None) -> None:
-        """vLLM took the offer: as the load with this number, or none to compute all."""
+    def committed(self, tracked: Tracked, offer: Offer, retrieve: int | None) -> None:
+        """vLLM took the offer: as the retrieve with this number, or none to compute all."""
         now_s = self._clock()
         release, counts = offer.release, self._counts
-        if load is not None:
-            self._meters.copies.begin(load, offer.tokens, now_s)
+        if retrieve is not None:
+            self._meters.copies.begin(retrieve, offer.tokens, now_s)
         else:
             self._meters.copies.skipped()
         counts.count_decision(release.reason)
@@ -112,7 +113,7 @@ class Planner:
                 tracked, now_s, release.first_token_s, release.reason
             )
         log.debug(
-            "%s: %s: loads %d of %d tokens, %d layers a slice, released after %d slices; "
+            "%s: %s: retrieves %d of %d tokens, %d layers a slice, released after %d slices; "
             "first token expected in %s",
             tracked.name,
             release.reason.value,
@@ -149,14 +150,16 @@ class Planner:
                 self._note_first_token(expected, now_s)
                 del self._expected[name]
 
-    def landed(self, loads: list[LandedLoad]) -> None:
-        """What the server says about loads that have landed."""
-        for load in loads:
-            self._meters.copies.end(load.number, load.end_s, load.nbytes, load.begun_s)
+    def landed(self, retrieves: list[LandedRetrieve]) -> None:
+        """What the server says about retrieves that have landed."""
+        for retrieve in retrieves:
+            self._meters.copies.end(
+                retrieve.number, retrieve.end_s, retrieve.nbytes, retrieve.begun_s
+            )
 
-    def load_failed(self, load: int) -> None:
+    def retrieve_failed(self, retrieve: int) -> None:
         """It is over, for the link."""
-        self._meters.copies.end(load, self._clock())
+        self._meters.copies.end(retrieve, self._clock())
 
     def forget(self, request: str) -> None:
         """The request is over."""

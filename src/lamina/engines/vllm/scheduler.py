@@ -1,6 +1,6 @@
 """The scheduler's side of the connector: requests, lookups, and the metadata of each step.
 
-What becomes of a hit is decided in `planning`; `loads` and `stores` see transfers through, and
+What becomes of a hit is decided in `planning`; `retrieves` and `stores` see transfers through, and
 `tracked.HeldBlocks` keeps their blocks from being handed out meanwhile.
 """
 
@@ -17,9 +17,9 @@ import msgspec
 from lamina.client import Client
 from lamina.engines.vllm.config import ConnectorSettings, RequestSettings
 from lamina.engines.vllm.identity import Identity, check_texts, extras_of
-from lamina.engines.vllm.loads import Loads
 from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.planning import Planner
+from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.stores import Stores
 from lamina.engines.vllm.tracked import HeldBlocks, Offer, Tracked
@@ -63,18 +63,18 @@ class SchedulerSide:
         self.held = HeldBlocks()
         most_held = int(num_blocks * settings.held_blocks_share)
         self.stores = Stores(settings, block_tokens, most_held, self.held, self.counts)
-        self.loads = Loads(
+        self.retrieves = Retrieves(
             block_tokens, settings.chunk_tokens, self.held, self.counts, self._tracked
         )
         self._planner = Planner(settings.chunk_tokens, step_tokens, self.counts)
 
     def bind_pool(self, pool: Any) -> None:
-        """vLLM's block pool; before anything is loaded."""
+        """vLLM's block pool; before anything is retrieved."""
         self.held.bind(pool)
 
     def bind_manager(self, manager: Any) -> None:
         """vLLM's cache manager, where vLLM hands it over (from 0.32 on)."""
-        self.loads.bind_manager(manager)
+        self.retrieves.bind_manager(manager)
 
     def find_identity(self) -> None:
         """Take what is known by now; before all is, nothing is looked up or stored."""
@@ -85,13 +85,13 @@ class SchedulerSide:
         self._namespace = self._identity.namespace()
 
     def is_tracked(self, request_id: str) -> bool:
-        """Whether steps of the request are gated where it reads a load in flight."""
+        """Whether steps of the request are gated where it reads a retrieve in flight."""
         return request_id in self._tracked
 
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed though no request may be left: blocks are held."""
-        return bool(self.loads.open) or not self.stores.is_idle
+        return bool(self.retrieves.open) or not self.stores.is_idle
 
     # Requests
 
@@ -104,7 +104,7 @@ class SchedulerSide:
             self._look_up(tracked)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond vLLM's own hit, and whether asynchronously.
+        """Tokens that can be retrieved beyond vLLM's own hit, and whether asynchronously.
 
         None while the lookup is on its way, or what names the request's KV is being found out.
         Commits nothing: vLLM may ask again.
@@ -121,7 +121,7 @@ class SchedulerSide:
             return 0, False
         assert tracked.lookup is not None
         assert tracked.lookup.result is not None
-        others = self._planner.batch(tracked, self._tracked, self.loads)
+        others = self._planner.batch(tracked, self._tracked, self.retrieves)
         query, release = self._planner.decide(tracked, local_tokens, beyond, others)
         tokens = release.tokens_of(query)
         lease = tracked.lookup.result.lease
@@ -129,22 +129,22 @@ class SchedulerSide:
         return tokens, tokens > 0 and release.release_after_slices > 0
 
     def allocated(self, request: Any, table: Any, tokens: int) -> None:
-        """The request has the blocks of `table` (vLLM's `KVCacheBlocks`); with `tokens` > 0, load
-        that many: those that were offered."""
+        """The request has the blocks of `table` (vLLM's `KVCacheBlocks`); with `tokens` > 0,
+        retrieve that many: those that were offered."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
         tracked.table = table
         offer, tracked.offer = tracked.offer, None
         if tokens and offer is not None:
-            self._planner.committed(tracked, offer, self.loads.begin(tracked, offer))
-            tracked.lookup = None  # the load has the lease now
+            self._planner.committed(tracked, offer, self.retrieves.begin(tracked, offer))
+            tracked.lookup = None  # the retrieve has the lease now
         else:
             if offer is not None:
                 self._planner.committed(tracked, offer, None)
             if tracked.lookup is not None:
                 self._give_lease_back(tracked)
-        self.loads.note_reader(tracked)
+        self.retrieves.note_reader(tracked)
 
     def finished(self, request: Any) -> None:
         """The request is over, however: store what is left, cancel what nobody waits for."""
@@ -153,19 +153,19 @@ class SchedulerSide:
             return
         self._store_confirmed(tracked)
         self._planner.forget(tracked.name)
-        if self.loads.is_released(tracked):
+        if self.retrieves.is_released(tracked):
             # Its blocks may be in vLLM's prefix cache, and others may be reading them: let it land.
             self._give_lease_back(tracked)
-        elif tracked.settings.load:  # others have nothing there, and perhaps no name to send
+        elif tracked.settings.retrieve:  # others have nothing there, and perhaps no name to send
             self.client.end_request(request.request_id)
-        self.loads.end()
+        self.retrieves.end()
 
     # Steps
 
     def build_step(self, output: Any) -> StepMetadata:
         """The metadata of the step that `output` schedules."""
         self.client.poll()
-        self.loads.note_preempted(output.preempted_req_ids or ())
+        self.retrieves.note_preempted(output.preempted_req_ids or ())
         self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
         chunk_tokens = self._settings.chunk_tokens
@@ -175,7 +175,7 @@ class SchedulerSide:
                 continue
             if tracked.request.num_computed_tokens >= (tracked.saved_chunks + 1) * chunk_tokens:
                 self._store_confirmed(tracked)  # in most steps a decoding request has nothing
-        gates = self.loads.gates(scheduled)
+        gates = self.retrieves.gates(scheduled)
         self._steps += 1
         if output.total_num_scheduled_tokens:
             self._planner.step_built(self._steps, output, bool(gates))
@@ -184,17 +184,17 @@ class SchedulerSide:
         self._waits_for_epoch = False
         return StepMetadata(
             self._steps,
-            self.loads.take_new(written),
+            self.retrieves.take_new(written),
             self.stores.take_queued(),
             gates,
-            self.loads.bad_blocks(),
+            self.retrieves.bad_blocks(),
             output.total_num_scheduled_tokens,
             self._identity.epochs.resets if asks else 0,
         )
 
     def step_done(self, released: Iterable[str], report: StepReport | None) -> None:
         """What the worker's side reports of a step; before vLLM acts on it."""
-        self.loads.release(set(released))
+        self.retrieves.release(set(released))
         if report is None:
             return
         if report.step:
@@ -203,16 +203,16 @@ class SchedulerSide:
         self._reports = self._reports.aggregate(replace(report, landed=[]))
         self._take_weights()
         # Without vLLM's manager the request computes in the same blocks: none may be written still.
-        needed = 1 if self.loads.recomputes_elsewhere else self._ranks
-        for number in self._complete(self._reports.loads_to_recompute, at_least=needed):
-            self._planner.load_failed(number)
-            self.loads.recompute(number)
-        for number in self._complete(self._reports.loads_failed, at_least=1):
-            self._planner.load_failed(number)
-            self.loads.fail(number)
-        for number in self._complete(self._reports.loads_over):
-            self.loads.open[number].over = True
-        self.loads.end()
+        needed = 1 if self.retrieves.recomputes_elsewhere else self._ranks
+        for number in self._complete(self._reports.retrieves_to_recompute, at_least=needed):
+            self._planner.retrieve_failed(number)
+            self.retrieves.recompute(number)
+        for number in self._complete(self._reports.retrieves_failed, at_least=1):
+            self._planner.retrieve_failed(number)
+            self.retrieves.fail(number)
+        for number in self._complete(self._reports.retrieves_over):
+            self.retrieves.open[number].over = True
+        self.retrieves.end()
         for number in self._complete(self._reports.stores_over):
             self.stores.end(number)
 
@@ -220,27 +220,26 @@ class SchedulerSide:
         """vLLM's prefix cache was reset, with `forget` ours too; perhaps for other weights.
 
         A new epoch for new requests, unless the weights turn out to be the same and nothing is to
-        be forgotten. Nothing of before is loaded or stored any more.
+        be forgotten. Nothing of before is retrieved or stored any more.
         """
         self._identity.epochs.reset(forget)
         self._namespace = self._identity.namespace()
         for tracked in self._tracked.values():
-            tracked.may_load = tracked.may_store = False
+            tracked.may_retrieve = tracked.may_store = False
 
     # Lookups
 
     def _track(self, request: Any) -> Tracked | None:
         """The request's state; None while nothing is known yet.
 
-        One that goes without the cache is tracked too: in vLLM's own it may find blocks that a load
-        still fills.
-        """
+        One that goes without the cache is tracked too: in vLLM's own it may find blocks that a
+        retrieve still fills."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None or self._namespace is None:
             return tracked
         settings = self._settings_of(request)
         namespace = self._namespace
-        if request.cache_salt and (settings.load or settings.store):
+        if request.cache_salt and (settings.retrieve or settings.store):
             namespace = msgspec.structs.replace(namespace, salt=request.cache_salt)
         if (lora := request.lora_request) is not None:
             adapter = self._identity.adapters.identity(lora)
@@ -254,7 +253,7 @@ class SchedulerSide:
             settings,
             KeyChain(namespace, self._settings.chunk_tokens),
             extras_of(request, self._settings.chunk_tokens),
-            settings.load and not request.skip_reading_prefix_cache,
+            settings.retrieve and not request.skip_reading_prefix_cache,
             settings.store,
         )
         self._tracked[request.request_id] = tracked
@@ -275,7 +274,7 @@ class SchedulerSide:
 
     def _without(self) -> RequestSettings:
         """Those of a request that goes without the cache."""
-        return RequestSettings(self._settings, {"lamina.load": False, "lamina.store": False})
+        return RequestSettings(self._settings, {"lamina.retrieve": False, "lamina.store": False})
 
     def _is_worth_waiting(self, request: Any) -> bool:
         """Whether it will soon be known what names the request's KV."""
@@ -287,7 +286,7 @@ class SchedulerSide:
         return lora is not None and self._identity.adapters.is_being_read(lora, ADAPTER_WAIT_S)
 
     def _look_up(self, tracked: Tracked) -> None:
-        if not tracked.may_load:
+        if not tracked.may_retrieve:
             return
         if keys := tracked.chain.extend(tracked.request.all_token_ids, tracked.extras):
             tracked.lookup = self.client.lookup(tracked.request.request_id, keys)
@@ -295,13 +294,13 @@ class SchedulerSide:
 
     def _hit(self, tracked: Tracked) -> int | None:
         """Leading tokens that the server holds: whole blocks, and at least one is left over."""
-        if not tracked.may_load:
+        if not tracked.may_retrieve:
             return 0
         self.client.poll()
         if tracked.lookup is not None and tracked.lookup.is_lost:
             tracked.lookup, tracked.saved_chunks = None, tracked.stored_chunks
         if not self.client.is_usable:
-            return 0  # a load from it would fail
+            return 0  # a retrieve from it would fail
         if tracked.lookup is None or self._is_stale(tracked):
             self._look_up(tracked)
         lookup = tracked.lookup

@@ -18,18 +18,18 @@ class SchedulerCounts:
     """Since the last report, on the scheduler's side."""
 
     faults: int = 0
-    loads: int = 0
-    loaded_tokens: int = 0
+    retrieves: int = 0
+    retrieved_tokens: int = 0
     recomputed: int = 0
     failed: int = 0
     stored_chunks: int = 0
     dropped_chunks: int = 0
-    loads_fixed: int = 0
-    loads_unmeasured: int = 0
-    loads_hidden: int = 0
-    loads_alone: int = 0
-    loads_cheaper: int = 0
-    loads_held: int = 0
+    retrieves_fixed: int = 0
+    retrieves_unmeasured: int = 0
+    retrieves_hidden: int = 0
+    retrieves_alone: int = 0
+    retrieves_cheaper: int = 0
+    retrieves_outside: int = 0
     hits_recomputed: int = 0
     hit_tokens_computed: int = 0
     expected_release_s: float = 0.0
@@ -38,8 +38,8 @@ class SchedulerCounts:
     expected_first_token_s: float = 0.0
 
     def count_decision(self, reason: Reason) -> None:
-        """One more hit that was loaded, or not, for this reason."""
-        name = "hits_recomputed" if reason is Reason.RECOMPUTED else f"loads_{reason.value}"
+        """One more hit that was retrieved, or not, for this reason."""
+        name = "hits_recomputed" if reason is Reason.RECOMPUTED else f"retrieves_{reason.value}"
         setattr(self, name, getattr(self, name) + 1)
 
 
@@ -51,37 +51,37 @@ class WorkerCounts:
     release_s: float = 0.0
     stall_s: float = 0.0
     failed: int = 0
-    loaded_bytes: int = 0
+    retrieved_bytes: int = 0
     copies: int = 0
     copy_s: float = 0.0
 
 
 DESCRIPTIONS = {
     "faults": "Faults of Lamina's own that the engine survived; it goes on without the cache.",
-    "loads": "Loads begun.",
-    "loaded_tokens": "Tokens of the loads begun: the hits.",
-    "recomputed": "Requests whose load failed before they ran, and who computed instead.",
-    "failed": "Loads that failed after their request was released.",
+    "retrieves": "Retrieves begun.",
+    "retrieved_tokens": "Tokens of the retrieves begun: the hits.",
+    "recomputed": "Requests whose retrieve failed before they ran, and who computed instead.",
+    "failed": "Retrieves that failed after their request was released.",
     "stored_chunks": "Chunks sent to be stored.",
     "dropped_chunks": "Chunks not stored: too many blocks were held, or the server was not usable.",
-    "loads_fixed": "Loads as the settings fix them.",
-    "loads_unmeasured": "Loads by 'auto' before it had measured anything.",
-    "loads_hidden": "Loads by 'auto' in the request's own step, which computes longer.",
-    "loads_alone": "Loads by 'auto' in the request's own step, which waits, alone.",
-    "loads_cheaper": "Loads by 'auto' in a step that waits although others are in it.",
-    "loads_held": "Loads by 'auto' whose requests wait outside the batch.",
-    "hits_recomputed": "Hits that 'auto' computed instead of loading.",
+    "retrieves_fixed": "Retrieves as the settings fix them.",
+    "retrieves_unmeasured": "Retrieves by 'auto' before it had measured anything.",
+    "retrieves_hidden": "Retrieves by 'auto' in the request's own step, which computes longer.",
+    "retrieves_alone": "Retrieves by 'auto' in the request's own step, which waits, alone.",
+    "retrieves_cheaper": "Retrieves by 'auto' in a step that waits although others are in it.",
+    "retrieves_outside": "Retrieves by 'auto' whose requests wait outside the batch.",
+    "hits_recomputed": "Hits that 'auto' computed instead of retrieving.",
     "hit_tokens_computed": "Tokens of hits that were computed because that is sooner.",
     "expected_release_s": "What 'auto' expected release_s to be.",
     "first_tokens": "First tokens whose time 'auto' predicted.",
     "first_token_s": "Seconds from those decisions to the first token.",
     "expected_first_token_s": "What 'auto' expected first_token_s to be.",
-    "releases": "Requests released from an asynchronous load.",
-    "release_s": "Seconds from the start of those loads to the release.",
+    "releases": "Requests released from an asynchronous retrieve.",
+    "release_s": "Seconds from the start of those retrieves to the release.",
     "stall_s": "Seconds that the launching thread waited for slices.",
-    "loaded_bytes": "Bytes of loads that ended well.",
-    "copies": "Loads of which the server has told how long they took.",
-    "copy_s": "Seconds of those loads, from asking to landing.",
+    "retrieved_bytes": "Bytes of retrieves that ended well.",
+    "copies": "Retrieves of which the server has told how long they took.",
+    "copy_s": "Seconds of those retrieves, from asking to landing.",
 }
 
 

@@ -33,7 +33,7 @@ class Tracked:
     settings: RequestSettings
     chain: KeyChain
     extras: dict[int, list[Extra]]
-    may_load: bool
+    may_retrieve: bool
     may_store: bool
     lookup: Lookup | None = None
     looked_up_s: float = 0.0

@@ -1,10 +1,10 @@
 """The worker's side of the connector: KV memory, transfers, waits, settling.
 
-Each step, in the order in which vLLM calls: `begin_early` submits loads as soon as the scheduler
-has built the step, where both sides live on one thread; `begin_step` submits the other transfers
-and arms the gates; `before_forward` sees whether layer hooks will fire; `before_layer` makes the
-compute stream wait for a layer's slices; `end_step` settles what the step has read and reports.
-"""
+Each step, in the order in which vLLM calls: `begin_early` submits retrieves as soon as the
+scheduler has built the step, where both sides live on one thread; `begin_step` submits the other
+transfers and arms the gates; `before_forward` sees whether layer hooks will fire; `before_layer`
+makes the compute stream wait for a layer's slices; `end_step` settles what the step has read and
+reports."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lamina.devices.base import WorkerDevice
 from lamina.engines.vllm.layout import KvLayout
 from lamina.engines.vllm.loaded import LoadedWeights
 from lamina.engines.vllm.messages import (
-    LandedLoad,
-    LoadSpec,
+    LandedRetrieve,
+    RetrieveSpec,
     StepMetadata,
     StepReport,
     StoreSpec,
@@ -37,19 +37,19 @@ from lamina.engines.vllm.tracked import NULL_BLOCK
 log = logging.getLogger(__name__)
 
 ACKNOWLEDGE_S = 2.0
-"""How long a failed load of a waiting request may take to be acknowledged where the request then
-computes in the same blocks. Past it the request ends in an error; its blocks stay held."""
+"""How long a failed retrieve of a waiting request may take to be acknowledged where the request
+then computes in the same blocks. Past it the request ends in an error; its blocks stay held."""
 
 
 _MOST_UNACCOUNTED = 64
-"""Loads that have landed and of which the server's account is awaited. It may never come."""
+"""Retrieves that have landed and of which the server's account is awaited. It may never come."""
 
 
 @dataclass(eq=False)
-class _Loading:
-    """A load on its way. Without a `gate` it never began: there is no server."""
+class _Retrieving:
+    """A retrieve on its way. Without a `gate` it never began: there is no server."""
 
-    spec: LoadSpec
+    spec: RetrieveSpec
     gate: Gate | None
     began_s: float
     released: bool
@@ -76,7 +76,7 @@ class WorkerSide:
         weights: LoadedWeights,
         recomputes_elsewhere: bool,
     ) -> None:
-        """`recomputes_elsewhere`: a waiting request whose load failed gets other blocks."""
+        """`recomputes_elsewhere`: a waiting request whose retrieve failed gets other blocks."""
         self.client = client
         self._weights = weights
         self._weights_now: list[tuple[int, str | None]] = []
@@ -85,10 +85,10 @@ class WorkerSide:
         self._layer_of = layout.layer_of
         layers = layout.geometry.layers
         self._block_bytes = sum(layer.planes * layer.page_bytes for layer in layers)
-        self._loads: dict[int, _Loading] = {}
+        self._retrieves: dict[int, _Retrieving] = {}
         self._stores: dict[int, Store] = {}
         self._stores_never_begun: list[int] = []
-        self._unaccounted: deque[_Loading] = deque(maxlen=_MOST_UNACCOUNTED)
+        self._unaccounted: deque[_Retrieving] = deque(maxlen=_MOST_UNACCOUNTED)
         self._thread: int | None = None
         self._step: StepMetadata | None = None
         self._step_gates: StepGates | None = None
@@ -97,32 +97,32 @@ class WorkerSide:
         self.counts = WorkerCounts()
 
     def begin_early(self, step: StepMetadata) -> None:
-        """Submit the loads of a step that was just built, where scheduler and worker share a
+        """Submit the retrieves of a step that was just built, where scheduler and worker share a
         thread: the bytes travel while vLLM prepares the step. `begin_step` follows.
 
         Not those that must wait for work which the step itself enqueues.
         """
         if self._thread == threading.get_ident():
-            for load in step.loads:
-                if not load.needs_ticket:
-                    self._begin_load(load, None)
+            for retrieve in step.retrieves:
+                if not retrieve.needs_ticket:
+                    self._begin_retrieve(retrieve, None)
 
     def begin_step(self, step: StepMetadata, stream: Any) -> None:
-        """Submit the step's transfers, loads first, and arm its gates."""
+        """Submit the step's transfers, retrieves first, and arm its gates."""
         self._thread = threading.get_ident()
         self.client.poll()
         self._step = step
         self.invalid_blocks = set()
         if step.look_at_weights:
             self._weights_now = [(step.look_at_weights, self._weights.change())]
-        for load in step.loads:
-            if load.number not in self._loads:
-                self._begin_load(load, stream)
+        for retrieve in step.retrieves:
+            if retrieve.number not in self._retrieves:
+                self._begin_retrieve(retrieve, stream)
         for store in step.stores:
             self._begin_store(store, stream)
         self._step_gates = None
-        armed = [self._loads[number] for number in step.gates if number in self._loads]
-        gates = [loading.gate for loading in armed if loading.gate is not None]
+        armed = [self._retrieves[number] for number in step.gates if number in self._retrieves]
+        gates = [retrieving.gate for retrieving in armed if retrieving.gate is not None]
         if gates and step.tokens:
             self._step_gates = StepGates(self._device, gates, stream)
 
@@ -147,17 +147,17 @@ class WorkerSide:
         self._settle()
         released: set[str] = set()
         report = StepReport()
-        for number, loading in list(self._loads.items()):
-            if not loading.released:
-                self._try_release(number, loading, released, report)
-            if loading.released and loading.outcome and not loading.reported_failed:
-                loading.reported_failed = True
-                report.loads_failed[number] = 1
-                self.invalid_blocks.update(loading.spec.blocks)
-            if loading.released and loading.is_over:
-                report.loads_over[number] = 1
-                del self._loads[number]
-                self._count_end(loading)
+        for number, retrieving in list(self._retrieves.items()):
+            if not retrieving.released:
+                self._try_release(number, retrieving, released, report)
+            if retrieving.released and retrieving.outcome and not retrieving.reported_failed:
+                retrieving.reported_failed = True
+                report.retrieves_failed[number] = 1
+                self.invalid_blocks.update(retrieving.spec.blocks)
+            if retrieving.released and retrieving.is_over:
+                report.retrieves_over[number] = 1
+                del self._retrieves[number]
+                self._count_end(retrieving)
         for number in [n for n, store in self._stores.items() if store.is_over]:
             report.stores_over[number] = 1
             del self._stores[number]
@@ -180,9 +180,9 @@ class WorkerSide:
             del self._stores[number]
         return given_up
 
-    def _begin_load(self, spec: LoadSpec, stream: Any) -> None:
+    def _begin_retrieve(self, spec: RetrieveSpec, stream: Any) -> None:
         retrieve = None
-        if NULL_BLOCK not in spec.blocks:  # all requests share that one: the load fails
+        if NULL_BLOCK not in spec.blocks:  # all requests share that one: the retrieve fails
             retrieve = self.client.retrieve(
                 spec.request,
                 spec.lease,
@@ -193,7 +193,7 @@ class WorkerSide:
             )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
         released = not spec.release_after_slices
-        self._loads[spec.number] = _Loading(spec, gate, time.monotonic(), released)
+        self._retrieves[spec.number] = _Retrieving(spec, gate, time.monotonic(), released)
 
     def _begin_store(self, spec: StoreSpec, stream: Any) -> None:
         ticket = self.client.write_ticket(stream)
@@ -205,7 +205,7 @@ class WorkerSide:
             self._stores[spec.number] = store
 
     def _settle(self) -> None:
-        """Wait for the final counts of the loads that this step has read.
+        """Wait for the final counts of the retrieves that this step has read.
 
         A gate that a forward did not wait for was read too early, whatever its outcome: that must
         never happen, and must never pass unnoticed.
@@ -219,54 +219,56 @@ class WorkerSide:
             log.error("a forward read KV without waiting for it; its requests fail")
         self.counts.stall_s += gates.waited_s
         bad = {id(retrieve) for retrieve in [*failed, *unwaited]}
-        for loading in self._loads.values():
-            if loading.gate is not None and id(loading.gate.retrieve) in bad:
-                self.invalid_blocks.update(loading.spec.blocks)
+        for retrieving in self._retrieves.values():
+            if retrieving.gate is not None and id(retrieving.gate.retrieve) in bad:
+                self.invalid_blocks.update(retrieving.spec.blocks)
 
     def _try_release(
-        self, number: int, loading: _Loading, released: set[str], report: StepReport
+        self, number: int, retrieving: _Retrieving, released: set[str], report: StepReport
     ) -> None:
-        """Release a waiting request once its first slices are in, or its load has failed."""
-        name = loading.spec.request
-        if not loading.outcome:
-            assert loading.gate is not None
-            if loading.gate.is_released:
-                loading.released = True
+        """Release a waiting request once its first slices are in, or its retrieve has failed."""
+        name = retrieving.spec.request
+        if not retrieving.outcome:
+            assert retrieving.gate is not None
+            if retrieving.gate.is_released:
+                retrieving.released = True
                 released.add(name)
-                self.counts.release_s += time.monotonic() - loading.began_s
+                self.counts.release_s += time.monotonic() - retrieving.began_s
                 self.counts.releases += 1
-        elif loading.is_over or self._recomputes_elsewhere:
+        elif retrieving.is_over or self._recomputes_elsewhere:
             released.add(name)
-            report.loads_to_recompute[number] = 1
-            loading.released = loading.reported_failed = True  # its blocks are nobody's to read
-            if not loading.is_over:
-                assert loading.gate is not None
-                self.client.cancel(loading.gate.retrieve)
-        elif loading.give_up_at_s is None:
-            assert loading.gate is not None
-            self.client.cancel(loading.gate.retrieve)
-            loading.give_up_at_s = time.monotonic() + ACKNOWLEDGE_S
-        elif time.monotonic() >= loading.give_up_at_s:
-            loading.released = True
+            report.retrieves_to_recompute[number] = 1
+            retrieving.released = retrieving.reported_failed = (
+                True  # its blocks are nobody's to read
+            )
+            if not retrieving.is_over:
+                assert retrieving.gate is not None
+                self.client.cancel(retrieving.gate.retrieve)
+        elif retrieving.give_up_at_s is None:
+            assert retrieving.gate is not None
+            self.client.cancel(retrieving.gate.retrieve)
+            retrieving.give_up_at_s = time.monotonic() + ACKNOWLEDGE_S
+        elif time.monotonic() >= retrieving.give_up_at_s:
+            retrieving.released = True
             released.add(name)
 
-    def _count_end(self, loading: _Loading) -> None:
-        if loading.outcome:
+    def _count_end(self, retrieving: _Retrieving) -> None:
+        if retrieving.outcome:
             self.counts.failed += 1
         else:
-            self.counts.loaded_bytes += len(loading.spec.blocks) * self._block_bytes
-            self._unaccounted.append(loading)
+            self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes
+            self._unaccounted.append(retrieving)
 
-    def _take_accounts(self) -> list[LandedLoad]:
-        """What the server has told since the last time about loads that are over."""
+    def _take_accounts(self) -> list[LandedRetrieve]:
+        """What the server has told since the last time about retrieves that are over."""
         told = []
-        for loading in list(self._unaccounted):
-            account = loading.gate.retrieve.ended if loading.gate is not None else None
+        for retrieving in list(self._unaccounted):
+            account = retrieving.gate.retrieve.ended if retrieving.gate is not None else None
             if account is not None:
-                self._unaccounted.remove(loading)
-                end_s = loading.began_s + account.total_us / 1e6
-                number = loading.spec.number
-                told.append(LandedLoad(number, account.nbytes, loading.began_s, end_s))
+                self._unaccounted.remove(retrieving)
+                end_s = retrieving.began_s + account.total_us / 1e6
+                number = retrieving.spec.number
+                told.append(LandedRetrieve(number, account.nbytes, retrieving.began_s, end_s))
                 self.counts.copies += 1
                 self.counts.copy_s += account.total_us / 1e6
         return told

@@ -58,7 +58,7 @@ def parse_arm(name: str, layers: int, connector: str) -> Arm:
     parameters: dict[str, Any] = {"lamina.store": stores}
     if kind in (FLOOR, RECOMPUTE) and not options:
         source = Source.GPU if kind == FLOOR else Source.NOWHERE
-        return Arm(name, source, {**parameters, "lamina.load": False}, stores)
+        return Arm(name, source, {**parameters, "lamina.retrieve": False}, stores)
     if kind == "miss" and not options:
         return Arm(name, Source.NOWHERE, parameters, own_prompts=True)
     if kind == AUTO and not options:

@@ -31,13 +31,13 @@ _LINK_BYTES = 1 << 30
 _SENSITIVITY_TRIES = 8
 _STORE_PATIENCE_S = 60.0
 _ONE_MORE = 5
-_NO_CACHE = {"lamina.load": False, "lamina.store": False}
-_LOAD_ALL = {
+_NO_CACHE = {"lamina.retrieve": False, "lamina.store": False}
+_RETRIEVE_ALL = {
     "lamina.store": False,
     "lamina.layerwise_overlap": 1,
     "lamina.release_after_slices": 1,
 }
-_STORE = {"lamina.load": False}
+_STORE = {"lamina.retrieve": False}
 
 Progress = Callable[[str], None]
 
@@ -189,7 +189,7 @@ class Bench:
         document's, whose KV would then differ from what is stored by the order of additions.
         """
         prompt = [*self._workload.document(document), _ONE_MORE]
-        return (await self._engine.ask(prompt, self._ours(_LOAD_ALL))).cached_tokens
+        return (await self._engine.ask(prompt, self._ours(_RETRIEVE_ALL))).cached_tokens
 
     async def _prepare(self, arm: Arm) -> None:
         """Bring the engine's own cache into the state that the arm begins with."""

@@ -23,7 +23,7 @@ Prompts = dict[str, list[int]]
 def answers_alone(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Answer]:
     """What vLLM answers to each by itself, from its own cache; all by a wide margin."""
     answers = {
-        name: engine.ask(prompt, tokens, load=False, store=False)
+        name: engine.ask(prompt, tokens, retrieve=False, store=False)
         for name, prompt in prompts.items()
     }
     assert min(answer.margin for answer in answers.values()) > WIDE_MARGIN
@@ -51,7 +51,7 @@ def crowd(module_engine: Engine) -> tuple[Prompts, dict[str, Answer]]:
     module_engine.forget()
     prompts = sharing_prompts(4, 4, 3 * CHUNK_TOKENS, seed=20)
     for prompt in prompts.values():
-        module_engine.ask(prompt[: 3 * CHUNK_TOKENS], load=False)
+        module_engine.ask(prompt[: 3 * CHUNK_TOKENS], retrieve=False)
     return prompts, answers_alone(module_engine, prompts, 6)
 
 
@@ -75,7 +75,7 @@ def growing(module_engine: Engine) -> tuple[Prompts, dict[str, Answer]]:
     module_engine.forget()
     prompts = sharing_prompts(4, 1, 2 * CHUNK_TOKENS, seed=21)
     for prompt in prompts.values():
-        module_engine.ask(prompt[: 2 * CHUNK_TOKENS], load=False)
+        module_engine.ask(prompt[: 2 * CHUNK_TOKENS], retrieve=False)
     return prompts, answers_alone(module_engine, prompts, 40)
 
 
@@ -135,7 +135,7 @@ def test_aborts_at_any_step(
 def test_every_mode_beside_every_other(
     engine: Engine, crowd: tuple[Prompts, dict[str, Answer]]
 ) -> None:
-    """Sharers of one prefix may load it in different ways."""
+    """Sharers of one prefix may retrieve it in different ways."""
     prompts, alone = crowd
     modes = list(MODES.values())
     for number, (name, prompt) in enumerate(prompts.items()):
