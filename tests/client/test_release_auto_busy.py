@@ -43,7 +43,9 @@ def test_a_hit_is_computed_only_where_that_is_much_sooner_as_measured(
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 8])
-@pytest.mark.parametrize(("engine_busy_s", "reason"), [(0.02, Reason.OUTSIDE), (0.04, Reason.HIDDEN)])
+@pytest.mark.parametrize(
+    ("engine_busy_s", "reason"), [(0.02, Reason.OUTSIDE), (0.04, Reason.HIDDEN)]
+)
 def test_a_busy_lane_is_joined_in_step_only_where_the_engine_is_busy_for_longer(
     engine_busy_s: float, reason: Reason, decoding: int
 ) -> None:

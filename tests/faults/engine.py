@@ -28,6 +28,7 @@ from tests.lab.reference.engines import (
     assert_like_a_recompute,
     populate,
     tokens_of,
+    wait_for_lookup,
 )
 from tests.support.remote import (
     Remote,
@@ -156,19 +157,15 @@ class _Control:
         seed: int = 1,
         release_after: int = 1,
         new_tokens: int = 1,
-        save: bool = False,
+        store: bool = False,
     ) -> None:
         self._requests[name] = self.engine.add(
-            name, prompt_of(seed), new_tokens, FixedPolicy(1, release_after), save
+            name, prompt_of(seed), new_tokens, FixedPolicy(1, release_after), store
         )
 
     def answered(self, name: str) -> None:
         """Wait for the request's lookup; it found all of the prompt's chunks."""
-        lookup = self._requests[name].lookup
-        assert lookup is not None
-        result = lookup.wait(20)
-        assert result is not None
-        assert result.lease
+        assert wait_for_lookup(self._requests[name]).lease
 
     def step(self) -> None:
         self.engine.step()
@@ -182,11 +179,11 @@ class _Control:
     def step_until(self, name: str, state: str) -> None:
         self.engine.step_until(lambda: self._requests[name].state is State(state))
 
-    def step_until_saving(self, stores: int = 1) -> None:
+    def step_until_storing(self, stores: int = 1) -> None:
         """Until so many stores are in flight."""
-        assert self.engine.store is not None
-        store = self.engine.store
-        self.engine.step_until(lambda: len(store._saving) >= stores)
+        assert self.engine.cache is not None
+        cache = self.engine.cache
+        self.engine.step_until(lambda: len(cache._storing) >= stores)
 
     def wait_until_landed(self, name: str, slices: int) -> None:
         retrieve = self._retrieves[name]
@@ -200,10 +197,10 @@ class _Control:
             assert_like_a_recompute(self.engine, request)
         return request.hit_tokens
 
-    def hit(self, name: str, seed: int = 1, save: bool = False) -> int:
+    def hit(self, name: str, seed: int = 1, store: bool = False) -> int:
         """Serve a prompt with nothing of it in the engine's own blocks."""
         self.forget()
-        self.add(name, seed, save=save)
+        self.add(name, seed, store=store)
         return self.serve(name)
 
     def abort(self, name: str) -> None:

@@ -28,10 +28,10 @@ def queued(scene: Scene) -> None:
     """Behind another store, which is on the wire."""
     scene.server.call("stores.close")
     scene.engine.call("add", "ahead", AHEAD, 1, 8, True)
-    scene.engine.call("step_until_saving")
+    scene.engine.call("step_until_storing")
     scene.server.call("stores.wait_until_held")
     _add(scene)
-    scene.engine.call("step_until_saving", 2)
+    scene.engine.call("step_until_storing", 2)
     scene.wait_for_gauges(queued_transfers=2)
 
 
@@ -39,28 +39,28 @@ def ticket_awaited(scene: Scene) -> None:
     """The engine has not computed what is to be stored yet."""
     scene.engine.call("hold_tickets")
     _add(scene)
-    scene.engine.call("step_until_saving")
+    scene.engine.call("step_until_storing")
     scene.wait_for_gauges(queued_transfers=1)
 
 
 def copying(scene: Scene) -> None:
     scene.server.call("stores.close")
     _add(scene)
-    scene.engine.call("step_until_saving")
+    scene.engine.call("step_until_storing")
     scene.server.call("stores.wait_until_held")
 
 
 def copied_but_not_committed(scene: Scene) -> None:
     scene.server.call("stores.hold_ends")
     _add(scene)
-    scene.engine.call("step_until_saving")
+    scene.engine.call("step_until_storing")
     scene.server.call("stores.wait_until_ending")
 
 
 def committed_but_not_answered(scene: Scene) -> None:
     scene.hold_replies("Stored")
     _add(scene)
-    scene.engine.call("step_until_saving")
+    scene.engine.call("step_until_storing")
     scene.server.call("replies.wait_until_held", "Stored")
 
 

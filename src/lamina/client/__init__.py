@@ -4,6 +4,7 @@ from lamina.board import TransferStatus
 from lamina.client.client import Client
 from lamina.client.gate import Gate, StepGates
 from lamina.client.lookup import MISS, Lookup, LookupResult
+from lamina.client.prefix import Offer, Prefix, Prefixes, Run
 from lamina.client.release import (
     AutoPolicy,
     Batch,
@@ -57,14 +58,18 @@ __all__ = [
     "LookupResult",
     "Meters",
     "Namespace",
+    "Offer",
     "PageMap",
     "PlanePages",
+    "Prefix",
+    "Prefixes",
     "Reason",
     "Release",
     "ReleasePolicy",
     "ReleaseQuery",
     "RequestRefusedError",
     "Retrieve",
+    "Run",
     "ServerUnavailableError",
     "SettingsError",
     "Speed",

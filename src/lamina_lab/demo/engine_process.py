@@ -83,7 +83,7 @@ class DemoEngine:
 
     def populate(self, document: int) -> Populated:
         """Compute a document and wait until the server holds it."""
-        self._serve("populate", self._documents[document], None, save=True)
+        self._serve("populate", self._documents[document], None, store=True)
         self.engine.drain()
         self._forget()
         return Populated(document)
@@ -122,7 +122,7 @@ class DemoEngine:
 
         self.engine.after_wait, self.engine.after_layer = begin, end
         prompt = self._documents[0] + self._tails[0]
-        request = self.engine.add(f"timeline, {arm}", prompt, 1, self._policies[arm], save=False)
+        request = self.engine.add(f"timeline, {arm}", prompt, 1, self._policies[arm], store=False)
         watcher = threading.Thread(target=lambda: _watch(request, arrived))
         watcher.start()
         self.engine.run()
@@ -139,10 +139,10 @@ class DemoEngine:
         )
 
     def _serve(
-        self, name: str, prompt: list[int], policy: ReleasePolicy | None, save: bool = False
+        self, name: str, prompt: list[int], policy: ReleasePolicy | None, store: bool = False
     ) -> tuple[Request, Retrieve | None]:
         """Run a request to its end; with the retrieve that its computation waited for."""
-        request = self.engine.add(name, prompt, 1, policy, save)
+        request = self.engine.add(name, prompt, 1, policy, store)
         retrieves: list[Retrieve] = []
 
         def note(layer: int) -> None:

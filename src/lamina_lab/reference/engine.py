@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from lamina.client import Client, Meters, StepGates
+from lamina.client import Client, Prefixes, StepGates
 from lamina.client.release import ReleasePolicy
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.keys import Namespace
 from lamina_lab.reference.blocks import BlockPool
-from lamina_lab.reference.cache import PrefixStore
+from lamina_lab.reference.cache import Cache
 from lamina_lab.reference.config import ReferenceConfig
 from lamina_lab.reference.kv_memory import KVMemory
 from lamina_lab.reference.model import ReferenceModel, Span
@@ -59,22 +59,19 @@ class ReferenceEngine:
             layout="block,kv,token,head",
             backend="reference",
         )
-        self._meters = Meters(
-            config.layers, config.kv_bytes_per_token, chunk_tokens, max_step_tokens
-        )
         self._steps = 0
-        self.store: PrefixStore | None = None
+        self.cache: Cache | None = None
         if client is not None:
             regions = [
                 client.device.export(self.memory.address(layer), self.memory.nbytes(layer))
                 for layer in range(config.layers)
             ]
             client.register(geometry, page_map_of(self.memory, config, num_blocks), regions)
-            self.store = PrefixStore(
-                client, namespace, self.pool, config.block_tokens, self._meters
-            )
+            prefixes = Prefixes(client, chunk_tokens, config.block_tokens, max_step_tokens)
+            prefixes.set_model(config.layers, config.kv_bytes_per_token)
+            self.cache = Cache(prefixes, namespace, self.pool)
         self.scheduler = Scheduler(
-            self.pool, self.store, namespace, config.block_tokens, max_step_tokens
+            self.pool, self.cache, namespace, config.block_tokens, max_step_tokens
         )
         self.before_layer: LayerHook = _no_hook
         """Called as a layer is about to read KV, before it waits; for timelines and tests."""
@@ -89,9 +86,9 @@ class ReferenceEngine:
         prompt: list[int],
         max_new_tokens: int = 1,
         policy: ReleasePolicy | None = None,
-        save: bool = True,
+        store: bool = True,
     ) -> Request:
-        """Queue a request: without a `policy` it retrieves nothing, without `save` stores nothing.
+        """Queue a request: without a `policy` it retrieves nothing, without `store` stores nothing.
 
         Raises `ValueError` for one that the KV memory could never hold.
         """
@@ -101,7 +98,7 @@ class ReferenceEngine:
                 f"a request of {len(prompt)} + {max_new_tokens} tokens does not fit the KV memory "
                 f"of {most}; use more blocks"
             )
-        request = Request(name, list(prompt), max_new_tokens, policy, save)
+        request = Request(name, list(prompt), max_new_tokens, policy, store)
         self.scheduler.add(request)
         return request
 
@@ -112,13 +109,13 @@ class ReferenceEngine:
 
     def step(self) -> bool:
         """One pass; returns whether anything was computed."""
-        if self.store is not None:
-            self.store.reap()
+        if self.cache is not None:
+            self.cache.reap()
             self._recompute_failed()
         work = self.scheduler.schedule()
         if not work:
             return False
-        gates = self.store.gates(item.request for item in work) if self.store else []
+        gates = self.cache.gates(item.request for item in work) if self.cache else []
         step_gates = StepGates(self.client.device, gates) if self.client is not None else None
         self._measure(work, waits=step_gates is not None and bool(step_gates.gates))
         logits = self.model.forward(
@@ -128,11 +125,12 @@ class ReferenceEngine:
             after_layer=self.after_layer,
         )
         recomputed: set[Request] = set()
-        if step_gates is not None and self.store is not None:
+        if step_gates is not None and self.cache is not None:
             step_gates.settle()
             self.stalled_s += step_gates.waited_s
             recomputed = self._recompute_failed()
-        self._meters.steps.end(self._steps, time.monotonic())
+        if self.cache is not None:
+            self.cache.prefixes.meters.steps.end(self._steps, time.monotonic())
         for item, row in zip(work, logits, strict=True):
             if item.request not in recomputed:
                 self._advance(item, row)
@@ -146,8 +144,8 @@ class ReferenceEngine:
 
     def drain(self) -> None:
         """Wait until no transfer holds a block any more."""
-        while self.store is not None and not self.store.is_idle:
-            self.store.reap()
+        while self.cache is not None and not self.cache.is_idle:
+            self.cache.reap()
             self._recompute_failed()
             time.sleep(_IDLE_SLEEP_S)
 
@@ -160,19 +158,22 @@ class ReferenceEngine:
     def _recompute_failed(self) -> set[Request]:
         """Whoever reads blocks of a failed retrieve begins again."""
         affected: set[Request] = set()
-        if self.store is not None:
-            for retrieve, blocks in self.store.failed():
+        if self.cache is not None:
+            for retrieve, blocks in self.cache.failed():
                 affected.update(self.scheduler.recompute(retrieve, blocks))
         return affected
 
     def _measure(self, work: list[Work], waits: bool) -> None:
         """Time this step, for the policies."""
+        if self.cache is None:
+            return
         prefill = [item for item in work if item.tokens > 1]
         tokens = sum(item.tokens for item in prefill)
         before = sum(item.tokens * item.request.computed_tokens for item in prefill)
         self._steps += 1
         context = before // tokens if tokens else 0
-        self._meters.steps.begin(self._steps, time.monotonic(), tokens, context, waits)
+        steps = self.cache.prefixes.meters.steps
+        steps.begin(self._steps, time.monotonic(), tokens, context, waits)
 
     def _span(self, item: Work) -> Span:
         request, start = item.request, item.request.computed_tokens
@@ -197,8 +198,8 @@ class ReferenceEngine:
                 request.first_token_s = time.perf_counter()
                 request.first_logits = logits
             request.output.append(int(np.argmax(logits)))
-        if self.store is not None:
-            self.store.save(request)
+        if self.cache is not None:
+            self.cache.store(request)
         if len(request.output) >= request.max_new_tokens:
             self.scheduler.finish(request, State.FINISHED)
 

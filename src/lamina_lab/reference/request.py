@@ -17,7 +17,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from lamina.client import Gate, Lookup
+from lamina.client import Gate, Prefix
 from lamina.client.release import ReleasePolicy
 
 
@@ -39,19 +39,18 @@ class Request:
     max_new_tokens: int
     policy: ReleasePolicy | None = None
     """How to retrieve a hit; None recomputes instead of looking it up."""
-    save: bool = True
+    store: bool = True
     """Whether to store what is computed."""
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     """Tokens whose KV is in `blocks`, retrieved or computed."""
-    lookup: Lookup | None = None
+    prefix: Prefix | None = None
+    """What the cache server has of it; None without one."""
     gate: Gate | None = None
     hit_tokens: int = 0
     """Tokens that the last retrieve retrieved."""
-    saved_chunks: int = 0
-    """Leading chunks that the server has or was sent."""
     failures: int = 0
     """Retrieves that failed; after one, the request recomputes."""
     first_logits: npt.NDArray[np.float32] | None = None

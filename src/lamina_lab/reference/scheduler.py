@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lamina.client import Batch, Retrieve
 from lamina.keys import KeyChain, Namespace
 from lamina_lab.reference.blocks import BlockPool
-from lamina_lab.reference.cache import PrefixStore
+from lamina_lab.reference.cache import Cache
 from lamina_lab.reference.request import Request, State
 
 
@@ -24,13 +24,13 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        store: PrefixStore | None,
+        cache: Cache | None,
         namespace: Namespace,
         block_tokens: int,
         max_step_tokens: int,
     ) -> None:
         self.pool = pool
-        self._store = store
+        self._cache = cache
         self._namespace = namespace
         self._block_tokens = block_tokens
         self._max_step_tokens = max_step_tokens
@@ -95,13 +95,15 @@ class Scheduler:
         for request in affected:
             owns = request.gate is not None and request.gate.retrieve is retrieve
             request.failures += owns
+            if owns and request.prefix is not None:
+                request.prefix.may_retrieve = False
             self._give_back(request, State.WAITING)
             self.waiting.insert(0, request)
         return affected
 
     def _look_up(self, request: Request) -> None:
-        if self._store is not None and request.policy is not None and not request.failures:
-            self._store.begin(request)
+        if self._cache is not None:
+            self._cache.begin(request)
 
     def _promote(self) -> None:
         """Release retrieving requests whose gates have opened.
@@ -117,7 +119,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its blocks and a state; False when it must wait longer."""
-        hit = self._store.hit(request) if self._store is not None else 0
+        hit = self._cache.hit(request) if self._cache is not None else 0
         if hit is None:
             return False
         keys = self._block_keys[request].extend(request.tokens)
@@ -135,38 +137,33 @@ class Scheduler:
             request.state = State.RETRIEVING
             self.retrieving.append(request)
             return True
-        if request.gate is None and self._store is not None:
-            self._store.not_needed(request)
+        if request.gate is None and self._cache is not None:
+            self._cache.not_needed(request)
         self._run(request)
         return True
 
     def _retrieve(self, request: Request, hit: int) -> bool:
         """Retrieve the request's hit as its policy says; whether it must wait for its release."""
-        assert self._store is not None
+        assert self._cache is not None
         start = request.computed_tokens
-        end, release = self._store.plan(request, start, hit, self._others())
-        if end <= start:
-            self._store.meters.copies.skipped()
+        offer = self._cache.plan(request, start, hit, self._others())
+        if not offer.tokens:
+            self._cache.prefixes.meters.copies.skipped()
             return False
-        request.gate = self._store.retrieve(request, start, end, release)
+        request.gate = self._cache.retrieve(request, offer)
         if request.gate is None:
             return False
-        request.hit_tokens = end - start
-        request.computed_tokens = end
-        return release.release_after_slices > 0
+        request.hit_tokens = offer.tokens
+        request.computed_tokens = start + offer.tokens
+        return offer.release.release_after_slices > 0
 
     def _others(self) -> Batch:
         """Who is delayed when this step waits; the request that is asked about is in no list."""
-        left = [len(r.tokens) - r.computed_tokens for r in self.running]
-        prefill = [tokens for tokens in left if tokens > 1]
-        retrieving = [len(r.tokens) - r.computed_tokens for r in self.retrieving]
-        return Batch(
-            decoding=len(left) - len(prefill),
-            prefilling=len(prefill),
-            prefill_tokens=min(self._max_step_tokens, sum(prefill)),
-            retrieving=len(retrieving),
-            retrieving_tokens=sum(retrieving),
-            waiting=len(self.waiting),
+        return Batch.of(
+            (len(r.tokens) - r.computed_tokens for r in self.running),
+            (len(r.tokens) - r.computed_tokens for r in self.retrieving),
+            len(self.waiting),
+            self._max_step_tokens,
         )
 
     def _run(self, request: Request) -> None:
@@ -205,5 +202,5 @@ class Scheduler:
         request.blocks = []
         request.computed_tokens = 0
         request.state = state
-        if self._store is not None:
-            self._store.end(request)
+        if self._cache is not None:
+            self._cache.end(request)

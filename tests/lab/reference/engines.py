@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lamina.client import Client, FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.client import Client, FixedPolicy, LookupResult, ReleasePolicy, WholePolicy
 from lamina.devices.host import HostWorkerDevice
 from lamina.settings import ClientSettings
 from lamina_lab.reference.config import FloatArray, ReferenceConfig
@@ -88,7 +88,16 @@ class Engine(ReferenceEngine):
 
     def step_until_drained(self) -> None:
         """Step until no transfer holds a block any more."""
-        self.step_until(lambda: self.store is None or self.store.is_idle)
+        self.step_until(lambda: self.cache is None or self.cache.is_idle)
+
+
+def wait_for_lookup(request: Request) -> LookupResult:
+    """The server's answer about a request's prompt."""
+    assert request.prefix is not None
+    assert request.prefix.lookup is not None
+    result = request.prefix.lookup.wait(20)
+    assert result is not None
+    return result
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

@@ -28,6 +28,7 @@ from tests.lab.reference.engines import (
     release_first_slice,
     state_of,
     tokens_of,
+    wait_for_lookup,
 )
 from tests.support.server import ServerThread
 from tests.support.wait import PATIENCE_S, eventually
@@ -61,8 +62,7 @@ def test_a_sharer_of_a_synchronous_retrieve_waits_in_the_same_step(
     engine = make_engine()
     populated.device.retrieves.close()
     owner = engine.add("owner", PROMPT, policy=SYNCHRONOUS)
-    assert owner.lookup is not None
-    owner.lookup.wait(20)
+    wait_for_lookup(owner)
     sharer = engine.add("sharer", SHARED + tokens_of(20, seed=7), 3)
     pass_slices_layer_by_layer(engine, populated, first=0)
     engine.step()
@@ -133,8 +133,7 @@ def test_a_request_preempted_while_draining_leaves_no_block_that_is_still_writte
     engine.step()  # its prompt fills its blocks but for two tokens
     populated.device.retrieves.close()
     victim = engine.add("victim", PROMPT, policy=LAYER_BY_LAYER)
-    assert victim.lookup is not None
-    victim.lookup.wait(20)
+    wait_for_lookup(victim)
     engine.step()
     assert state_of(victim) is State.RETRIEVING
     blocks = victim.blocks[:HIT_BLOCKS]
@@ -179,8 +178,7 @@ def test_abort_while_waiting_for_blocks_with_a_lease(
     running = engine.add("running", tokens_of(60, seed=11), 30)
     engine.step()
     request = engine.add("aborted", PROMPT, policy=LAYER_BY_LAYER)
-    assert request.lookup is not None
-    request.lookup.wait(20)
+    wait_for_lookup(request)
     engine.step()
     assert request.state is State.WAITING
     assert populated.gauges()["leases"] == 1
@@ -271,7 +269,8 @@ def test_a_finished_request_holds_nothing(
 ) -> None:
     engine = make_engine()
     request = hit(engine, new_tokens=3)
-    assert (request.blocks, request.gate, request.lookup) == ([], None, None)
+    assert request.prefix is not None
+    assert (request.blocks, request.gate, request.prefix.lookup) == ([], None, None)
     engine.step_until_drained()
     assert engine.pool.num_free == engine.pool.num_blocks
     eventually(lambda: populated.gauges()["pins"] == populated.gauges()["leases"] == 0)

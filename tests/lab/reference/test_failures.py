@@ -30,6 +30,7 @@ from tests.lab.reference.engines import (
     populate,
     release_first_slice,
     tokens_of,
+    wait_for_lookup,
 )
 from tests.support.server import ServerProcess, ServerThread
 from tests.support.wait import eventually
@@ -101,8 +102,7 @@ def test_a_lease_that_ran_out_while_the_request_waited_for_blocks_ends_in_recomp
     running = engine.add("running", tokens_of(60, seed=11), 5)
     engine.step()
     request = engine.add("hit", PROMPT, policy=LAYER_BY_LAYER)
-    assert request.lookup is not None
-    request.lookup.wait(20)
+    wait_for_lookup(request)
     engine.step()
     assert request.state is State.WAITING
     expire_leases(populated)

@@ -45,7 +45,8 @@ def stored_pages(cache_server: ServerThread) -> Callable[[int, int], int]:
     engine = Engine(SMALL, 64, client=client)
     client.connect()
     request = engine.add("populate", list(PROMPT), policy=WholePolicy())
-    keys = list(engine.store._chains[request].keys) if engine.store else []
+    assert request.prefix is not None
+    keys = list(request.prefix._chain.keys)
     engine.serve(request)
     engine.step_until_drained()
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,27 @@ class Batch(NamedTuple):
     retrieving: int = 0
     retrieving_tokens: int = 0
     waiting: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        running: Iterable[int],
+        retrieving: Iterable[int],
+        waiting: int,
+        step_tokens: int,
+        gated_s: float = 0.0,
+    ) -> Batch:
+        """Of the tokens that each running and each retrieving request has yet to compute; a step
+        computes `step_tokens` at most."""
+        prompts, decoding = [], 0
+        for tokens in running:
+            if tokens > 1:
+                prompts.append(tokens)
+            else:
+                decoding += 1
+        left = list(retrieving)
+        prefill_tokens = min(step_tokens, sum(prompts))
+        return cls(decoding, len(prompts), prefill_tokens, gated_s, len(left), sum(left), waiting)
 
     @property
     def running(self) -> int:
