@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from lamina.client import StepGates
+from lamina.client import Prefix, StepGates
 from lamina.engines.vllm.connector import LaminaConnector
+from lamina.engines.vllm.messages import TransferState
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stores import Stores
@@ -92,13 +93,14 @@ def with_blocks_of_before(patch: Patch) -> None:
 def without_cap(patch: Patch) -> None:
     """A full hit leaves nothing to compute."""
 
-    def whole(self: SchedulerSide, tracked: Any) -> int:
-        tracked.lookup = self.client.lookup(tracked.request.request_id, tracked.chain.keys)
-        assert tracked.lookup.result is not None
-        tracked.saved_chunks = tracked.lookup.result.chunks
-        return int(tracked.saved_chunks * CHUNK)
+    def whole(self: Prefix, tokens: Any, wait_s: float) -> int:
+        self.look_up(tokens)
+        assert self.lookup is not None
+        assert self.lookup.result is not None
+        self.known_chunks = self.lookup.result.chunks
+        return self.known_chunks * CHUNK
 
-    patch.setattr(SchedulerSide, "_hit", whole)
+    patch.setattr(Prefix, "hit", whole)
 
 
 def with_first_offer(patch: Patch) -> None:
@@ -155,7 +157,7 @@ def with_two_releases(patch: Patch) -> None:
 
     def twice(self: WorkerSide, number: int, retrieving: Any, *out: Any) -> None:
         once(self, number, retrieving, *out)
-        retrieving.released = False
+        retrieving.state = TransferState.WAITING
 
     patch.setattr(WorkerSide, "_try_release", twice)
 
@@ -179,7 +181,7 @@ def with_readers_forgotten(patch: Patch) -> None:
 
     def end(self: Retrieves) -> None:
         for number, retrieve in list(self.open.items()):
-            if retrieve.over:
+            if retrieve.is_over:
                 del self.open[number]
                 self._held.release(retrieve.blocks)
 
@@ -206,7 +208,7 @@ def with_careless_recomputing(patch: Patch) -> None:
     """Such a request keeps its blocks and may find others."""
 
     def only_count(self: Retrieves, retrieve: Any) -> None:
-        retrieve.tracked.may_retrieve = False
+        retrieve.tracked.prefix.may_retrieve = False
         retrieve.tracked.request.num_computed_tokens = retrieve.start_tokens
 
     patch.setattr(Retrieves, "_recompute", only_count)
@@ -227,7 +229,7 @@ def without_end_request(patch: Patch) -> None:
 
 def without_end_lease(patch: Patch) -> None:
     """An unused lease is not given back."""
-    patch.setattr(SchedulerSide, "_give_lease_back", lambda self, tracked: None)
+    patch.setattr(Prefix, "give_back", lambda self: None)
 
 
 def with_steps_in_flight(patch: Patch) -> None:

@@ -35,9 +35,9 @@ def test_an_adapter_that_cannot_be_read_costs_only_its_own_requests_the_cache(
     engine.add("broken", random_tokens(HIT, 70), 1)
     vllm_request = engine.request("broken")
     tracked = engine.side._tracked.pop(vllm_request.request_id)
-    assert tracked.may_retrieve
+    assert tracked.prefix.may_retrieve
     vllm_request.lora_request = broken
-    assert engine.side._track(vllm_request).may_retrieve is False
+    assert engine.side._track(vllm_request).prefix.may_retrieve is False
     vllm_request.lora_request = None
     server.device.retrieves.open()
     answers = engine.run()

@@ -24,7 +24,7 @@ class Scene:
 
         monkeypatch.setattr(AutoPolicy, "decide", decide)
         self.rig = Rig(mode, settings={"layerwise_overlap": "auto"})
-        monkeypatch.setattr(self.rig.side._planner, "_clock", lambda: 0.0)
+        monkeypatch.setattr(self.rig.side._prefixes, "clock", lambda: 0.0)
 
     def add(self, chunks: int, release: Release) -> None:
         """A request with a hit of so many chunks."""

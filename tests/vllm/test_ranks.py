@@ -7,13 +7,13 @@ scheduler and real `KVOutputAggregator`; the second rank is a copy of the first'
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput
 
+from lamina.engines.vllm.messages import TransferState
 from tests.vllm.scheduler_harness import HANDS_OVER_MANAGER, MODES, Rig, prompt
 from tests.vllm.scripted_client import CHUNK
 
@@ -37,8 +37,8 @@ class TwoRanks(Rig):
         if kv.kv_connector_worker_meta is not None:
             report = kv.kv_connector_worker_meta = copy.deepcopy(kv.kv_connector_worker_meta)
             if kv.finished_recving:
-                report.retrieves_to_recompute = Counter({1: 1})
-                report.retrieves_failed = Counter()
+                report.states.pop((1, TransferState.FAILED), None)
+                report.states[1, TransferState.RECOMPUTED] = 1
         return self._aggregator.aggregate([first, second]), written
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from lamina.client import Offer, Prefixes, Release
 from lamina.engines.vllm.adapters import Adapters
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
-from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Offer, Tracked
+from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Tracked
 from lamina.keys import KeyChain
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import BLOCK, CHUNK
@@ -74,7 +75,7 @@ def keys_of(rig: Rig, adapter: str) -> list[bytes]:
     tracked = rig.side._track(asking(adapter, adapter))
     assert tracked is not None
     del rig.side._tracked[adapter]
-    return tracked.chain.extend(ASKED)
+    return tracked.prefix._chain.extend(ASKED)
 
 
 def test_adapters_of_other_content_have_other_keys(rig: Rig) -> None:
@@ -102,8 +103,8 @@ def test_a_request_whose_adapter_cannot_be_told_goes_without_the_cache(rig: Rig)
     rig.side._identity.adapters = adapters  # type: ignore[assignment]
     assert rig.side.matched_tokens(asking("W", "a"), 0) == (0, False)
     tracked = rig.side._tracked["W"]
-    assert not tracked.may_retrieve
-    assert not tracked.may_store
+    assert not tracked.prefix.may_retrieve
+    assert not tracked.prefix.may_store
 
 
 def test_a_request_waits_until_the_weights_were_looked_at(rig: Rig) -> None:
@@ -160,10 +161,11 @@ def loads_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
         blocks=[[SimpleNamespace(block_id=block, is_null=False) for block in blocks]]
     )
     request = SimpleNamespace(request_id="A")
-    tracked: Any = Tracked(request, None, None, {}, True, True, table=table)  # type: ignore[arg-type]
-    release: Any = SimpleNamespace(release_after_slices=1, layers_per_slice=1)
-    offer = Offer(1, 0, len(blocks) * BLOCK, len(blocks) * BLOCK, release)
-    return Retrieves(BLOCK, CHUNK, held, SchedulerCounts(), {}), offer, tracked
+    prefix: Any = SimpleNamespace(take_lease=lambda: 1)
+    offer = Offer(0, len(blocks) * BLOCK, len(blocks) * BLOCK, Release(1, 1))
+    prefixes = Prefixes(None, CHUNK, BLOCK, 512)  # type: ignore[arg-type]
+    retrieves = Retrieves(prefixes, held, SchedulerCounts(), {})
+    return retrieves, offer, Tracked(request, prefix, table=table)
 
 
 @pytest.mark.parametrize(("written", "needed"), [({7}, True), ({9}, False), (set(), False)])

@@ -158,9 +158,8 @@ def test_a_forced_release_is_no_question(mode: str, asked: Any) -> None:
 def test_steps_are_measured(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second of a clock that runs when outputs are taken."""
     rig = Rig(mode, settings=AUTO, step_tokens=256, blocks=256)
-    planner = rig.side._planner
     now_s = [0.0]
-    monkeypatch.setattr(planner, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(rig.side._prefixes, "clock", lambda: now_s[0])
     over = Planner.step_over
 
     def step_over(self: Planner, number: int) -> None:
@@ -171,7 +170,7 @@ def test_steps_are_measured(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.client.is_swift = True
     rig.add("A", prompt(1, 3 * 256 + 40), max_tokens=20)
     rig.run("A")
-    steps = planner._meters.steps
+    steps = rig.side._prefixes.meters.steps
     assert steps.s_per_token(300) == pytest.approx(1 / 256)
     assert steps.decode_s == pytest.approx(1.0)
     rig.close()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lamina.client import Reason, Release, ReleaseQuery
-from lamina.engines.vllm.planning import Planner
+from lamina.client import Offer, Prefix, Prefixes, Reason, Release, ReleaseQuery
 from tests.vllm import scheduler_guards as guards
 from tests.vllm.scheduler_harness import MODES, Rig, Step, prompt
 from tests.vllm.scripted_client import CHUNK, LAYERS
@@ -25,22 +24,24 @@ class Episode:
         self._draw = random.Random(seed)
         blocks, step_tokens = self._draw.choice([14, 20, 40]), self._draw.choice([64, 512])
         self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens)
-        self.rig.side._planner.decide = self._decide  # type: ignore[assignment]
+        self.rig.side._prefixes.offer = self._offer  # type: ignore[assignment, method-assign]
         self.rig.client.acknowledges = self._chance(0.5)
         self.rig.client.answers = self._chance(0.8)
         for family in FAMILIES:
             self.rig.hold(prompt(family, 160), self._draw.randrange(6))
 
-    def _decide(self, asked: Any, *question: Any) -> tuple[ReleaseQuery, Release]:
+    def _offer(self, prefix: Prefix, *question: Any) -> tuple[ReleaseQuery, Offer]:
         """`auto` answers anything that it may."""
-        query, release = Planner.decide(self.rig.side._planner, asked, *question)
+        query, offer = Prefixes.offer(self.rig.side._prefixes, prefix, *question)
+        release = offer.release
         if release.reason is Reason.UNMEASURED:
             fewer = CHUNK * self._draw.randrange(3)
             tokens = max(0, query.retrieve_tokens - fewer)
             width = self._draw.randint(1, LAYERS)
             after = self._draw.randint(0, -(-LAYERS // width))
             release = Release(width, after, tokens, Reason.OUTSIDE)
-        return query, release
+            offer = offer._replace(tokens=release.tokens_of(query), release=release)
+        return query, offer
 
     def run(self) -> None:
         for index in range(self._draw.randint(20, 60)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.engines.vllm.messages import LandedRetrieve, StepReport
+from lamina.engines.vllm.messages import Account, StepReport
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import CHUNK
 
@@ -100,8 +100,8 @@ def test_what_a_request_has_stored_itself_is_not_stored_again(mode: str) -> None
 def test_what_the_server_tells_of_retrieves_is_not_kept(mode: str) -> None:
     rig = Rig(mode)
     for number in range(1, 4):
-        report = StepReport(number, landed=[LandedRetrieve(number, 1, 0.0, 1.0)])
+        report = StepReport(number, accounts=[Account(number, 1, 0.0, 1.0)])
         rig.side.step_done((), report)
-        assert len(report.landed) == 1, "vLLM's own report was changed"
-    assert not rig.side._reports.landed
+        assert len(report.accounts) == 1, "vLLM's own report was changed"
+    assert not rig.side._reports.accounts
     rig.close()

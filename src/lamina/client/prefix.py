@@ -129,12 +129,14 @@ class Prefix:
         self.lookup: Lookup | None = None
         """The question whose answer counts; None without one, and once its lease was taken."""
         self._looked_up_s = 0.0
+        self._has_asked = False
 
     def look_up(self, tokens: Tokens) -> None:
         """Ask how much of `tokens` the server has, if the request may retrieve."""
         if self.may_retrieve and (keys := self._chain.extend(tokens, self._extras)):
             self.lookup = self._client.lookup(self.name, keys)
             self._looked_up_s = self._prefixes.clock()
+            self._has_asked = True
 
     def hit(self, tokens: Tokens, wait_s: float = 0.0) -> int | None:
         """Leading tokens that can be retrieved: whole blocks, and never all, as at least one must
@@ -194,7 +196,8 @@ class Prefix:
 
     def end(self) -> None:
         """The request is over: its lease ends, its retrieves are cancelled. It may begin again."""
-        self._client.end_request(self.name)
+        if self._has_asked:  # else the server has nothing of it, and perhaps no name can be sent
+            self._client.end_request(self.name)
         self.lookup = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +12,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+
+class TransferState(IntEnum):
+    """What has become of a retrieve or a store, on both sides; each but the first two is reported.
+
+    A retrieve waits, is released, and is over; it may fail before or after its release. A store is
+    over.
+    """
+
+    WAITING = 0
+    """A retrieve whose request waits for its first slices."""
+    RELEASED = 1
+    """Its request may run: steps that read its blocks wait for its slices."""
+    RECOMPUTED = 2
+    """It failed before its request ran: that computes instead."""
+    FAILED = 3
+    """It failed after its release: its blocks hold no KV though vLLM may count on it."""
+    OVER = 4
+    """Nothing more will touch its blocks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class StepMetadata(KVConnectorMetadata):
     """The number of a reset after which the weights may be others; 0: there is nothing to ask."""
 
 
-class LandedRetrieve(NamedTuple):
+class Account(NamedTuple):
     """The server's account of a retrieve: asked for and landed at these times of
     `time.monotonic`."""
 
@@ -68,21 +88,16 @@ class LandedRetrieve(NamedTuple):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What became of retrieves and stores, by number; counted over ranks, each reports once.
+    """What became of transfers, by number and state, counted over ranks: each reports once.
 
-    `over`: nothing more will touch the blocks. `failed`: after release, the blocks are bad.
-    `recompute`: failed before release and over, the request can compute instead. `step` is the
-    number of a step that computed something, `landed` what the server told since the last report.
-    `weights` answers `StepMetadata.look_at_weights`, an entry a rank, with the reset's number.
+    `step` is the number of a step that computed something, `accounts` what the server told since
+    the last report. `weights` answers `StepMetadata.look_at_weights`, an entry a rank, with the
+    reset's number.
     """
 
     step: int = 0
-
-    retrieves_over: Counter[int] = field(default_factory=Counter)
-    retrieves_failed: Counter[int] = field(default_factory=Counter)
-    retrieves_to_recompute: Counter[int] = field(default_factory=Counter)
-    stores_over: Counter[int] = field(default_factory=Counter)
-    landed: list[LandedRetrieve] = field(default_factory=list)
+    states: Counter[tuple[int, TransferState]] = field(default_factory=Counter)
+    accounts: list[Account] = field(default_factory=list)
     weights: list[tuple[int, str | None]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
@@ -90,24 +105,22 @@ class StepReport(KVConnectorWorkerMetadata):
         assert isinstance(other, StepReport)
         return StepReport(
             max(self.step, other.step),
-            self.retrieves_over + other.retrieves_over,
-            self.retrieves_failed + other.retrieves_failed,
-            self.retrieves_to_recompute + other.retrieves_to_recompute,
-            self.stores_over + other.stores_over,
-            self.landed + other.landed,
+            self.states + other.states,
+            self.accounts + other.accounts,
             self.weights + other.weights,
         )
 
+    def take(self, state: TransferState, ranks: int) -> list[int]:
+        """Remove and return the transfers that so many ranks say have come to `state`."""
+        numbers = [
+            n for (n, told), count in self.states.items() if told is state and count >= ranks
+        ]
+        for number in numbers:
+            del self.states[number, state]
+        return numbers
+
     def __bool__(self) -> bool:
-        return bool(
-            self.step
-            or self.retrieves_over
-            or self.retrieves_failed
-            or self.retrieves_to_recompute
-            or self.stores_over
-            or self.landed
-            or self.weights
-        )
+        return bool(self.step or self.states or self.accounts or self.weights)
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,20 +1,18 @@
-"""How hits are retrieved: what the scheduler's side measures, and what it asks the release
-policy."""
+"""What the scheduler's side measures for the release policy, and how its predictions came out."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
-from lamina.client import Batch, Meters, Reason, Release, ReleaseQuery
-from lamina.engines.vllm.messages import LandedRetrieve
+from lamina.client import Batch, Meters, Offer, Prefixes, Reason
+from lamina.engines.vllm.messages import Account
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
-from lamina.engines.vllm.tracked import Offer, Tracked
+from lamina.engines.vllm.tracked import Tracked
 
 log = logging.getLogger(__name__)
 
@@ -29,76 +27,45 @@ class _Expectation(NamedTuple):
 
 
 class Planner:
-    """Asks the policy of each hit, and compares what comes with what was predicted.
+    """Weighs each hit, and compares what comes with what was predicted.
 
-    Steps are told apart by number, since vLLM may not report on each. `clock` in seconds, the same
-    for the worker's side.
+    Steps are told apart by number, since vLLM may not report on each. The clock of `prefixes` is
+    the same as the worker's side's.
     """
 
-    def __init__(
-        self,
-        chunk_tokens: int,
-        step_tokens: int,
-        counts: SchedulerCounts,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._step_tokens = step_tokens
+    def __init__(self, prefixes: Prefixes, counts: SchedulerCounts) -> None:
+        self._prefixes = prefixes
         self._counts = counts
-        self._clock = clock
-        self._meters = Meters(1, 1, chunk_tokens, step_tokens)
         self._expected: dict[str, _Expectation] = {}
-
-    def set_model(self, layers: int, token_bytes: int) -> None:
-        """What the worker's side found out; before this nothing is retrieved."""
-        self._meters = Meters(layers, token_bytes, self._chunk_tokens, self._step_tokens)
-
-    def decide(
-        self, asked: Tracked, start_tokens: int, hit_tokens: int, others: Batch
-    ) -> tuple[ReleaseQuery, Release]:
-        """Ask the request's policy how to retrieve `hit_tokens` beyond `start_tokens`."""
-        left = asked.request.num_tokens - start_tokens - hit_tokens
-        query = self._meters.query(self._clock(), start_tokens, hit_tokens, left, others)
-        return query, asked.settings.policy.decide(query)
 
     def batch(self, asked: Tracked, tracked: Mapping[str, Tracked], retrieves: Retrieves) -> Batch:
         """Who else is there when vLLM asks about a request in the middle of a scheduling pass."""
-        decoding = prefilling = prefill_tokens = retrieving = retrieving_tokens = waiting = 0
+        running: list[int] = []
+        retrieving: list[int] = []
+        waiting = 0
         for other in tracked.values():
-            request = other.request
-            left = request.num_tokens - request.num_computed_tokens
             if other is asked:
                 continue
+            request = other.request
+            left = request.num_tokens - request.num_computed_tokens
             if request.status is RequestStatus.RUNNING:
-                if left > 1:
-                    prefilling += 1
-                    prefill_tokens += left
-                else:
-                    decoding += 1
-            elif request.num_computed_tokens:  # it is retrieving, or was released and not run yet
-                retrieving += 1
-                retrieving_tokens += left
+                running.append(left)
+            elif request.num_computed_tokens:  # retrieving, or released and not run yet
+                retrieving.append(left)
             else:
                 waiting += 1
-        now_s = self._clock()
+        now_s = self._prefixes.clock()
         gated = [
             self._meters.copies.queue.busy_s(now_s, number)
             for number, retrieve in retrieves.open.items()
-            if retrieve.is_gate and not retrieve.over
+            if retrieve.is_gate and not retrieve.is_over
         ]
-        return Batch(
-            decoding,
-            prefilling,
-            min(prefill_tokens, self._step_tokens),
-            max(gated, default=0.0),
-            retrieving,
-            retrieving_tokens,
-            waiting,
-        )
+        step_tokens = self._prefixes.step_tokens
+        return Batch.of(running, retrieving, waiting, step_tokens, max(gated, default=0.0))
 
     def committed(self, tracked: Tracked, offer: Offer, retrieve: int | None) -> None:
         """vLLM took the offer: as the retrieve with this number, or none to compute all."""
-        now_s = self._clock()
+        now_s = self._prefixes.clock()
         release, counts = offer.release, self._counts
         if retrieve is not None:
             self._meters.copies.begin(retrieve, offer.tokens, now_s)
@@ -139,31 +106,33 @@ class Planner:
                     tokens += count
                     weighted += count * before
         context = weighted // tokens if tokens else 0
-        self._meters.steps.begin(number, self._clock(), tokens, context, waits)
+        self._meters.steps.begin(number, self._prefixes.clock(), tokens, context, waits)
 
     def step_over(self, number: int) -> None:
         """The step's output is being taken: it is over."""
-        now_s = self._clock()
+        now_s = self._prefixes.clock()
         self._meters.steps.end(number, now_s)
         for name, expected in list(self._expected.items()):
             if expected.tracked.request.num_output_tokens:
                 self._note_first_token(expected, now_s)
                 del self._expected[name]
 
-    def landed(self, retrieves: list[LandedRetrieve]) -> None:
+    def landed(self, accounts: list[Account]) -> None:
         """What the server says about retrieves that have landed."""
-        for retrieve in retrieves:
-            self._meters.copies.end(
-                retrieve.number, retrieve.end_s, retrieve.nbytes, retrieve.begun_s
-            )
+        for number, nbytes, begun_s, end_s in accounts:
+            self._meters.copies.end(number, end_s, nbytes, begun_s)
 
     def retrieve_failed(self, retrieve: int) -> None:
         """It is over, for the link."""
-        self._meters.copies.end(retrieve, self._clock())
+        self._meters.copies.end(retrieve, self._prefixes.clock())
 
     def forget(self, request: str) -> None:
         """The request is over."""
         self._expected.pop(request, None)
+
+    @property
+    def _meters(self) -> Meters:
+        return self._prefixes.meters
 
     def _note_first_token(self, expected: _Expectation, now_s: float) -> None:
         took_s = now_s - expected.decided_s

@@ -11,29 +11,33 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamina.engines.vllm.messages import RetrieveSpec
+from lamina.client import Offer, Prefixes
+from lamina.engines.vllm.messages import RetrieveSpec, TransferState
 from lamina.engines.vllm.stats import SchedulerCounts
-from lamina.engines.vllm.tracked import HeldBlocks, Offer, Tracked
+from lamina.engines.vllm.tracked import HeldBlocks, Tracked
 
 
 @dataclass(eq=False)
-class Retrieve:
-    """A retrieve whose blocks are held."""
+class HeldRetrieve:
+    """A retrieve whose blocks are held. One that `is_over` stays as long as somebody reads blocks
+    that it has left bad."""
 
     tracked: Tracked
     start_tokens: int
     blocks: list[int]
     readers: dict[str, Tracked]
-    released: bool
-    failed: bool = False
-    over: bool = False
-    recomputed: bool = False
-    """Its request computes instead."""
+    state: TransferState
+    is_over: bool = False
 
     @property
     def is_gate(self) -> bool:
         """Whether steps that read its blocks must wait for its slices."""
-        return self.released and not self.failed
+        return self.state is TransferState.RELEASED
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its blocks hold no KV though vLLM may count on it."""
+        return self.state is TransferState.FAILED
 
 
 class Retrieves:
@@ -41,21 +45,18 @@ class Retrieves:
 
     def __init__(
         self,
-        block_tokens: int,
-        chunk_tokens: int,
+        prefixes: Prefixes,
         held: HeldBlocks,
         counts: SchedulerCounts,
         tracked: Mapping[str, Tracked],
     ) -> None:
-        self._block_tokens = block_tokens
-        self._chunk_tokens = chunk_tokens
+        self._prefixes = prefixes
         self._held = held
         self._counts = counts
         self._tracked = tracked
         self._manager: Any = None
         self._new: list[RetrieveSpec] = []
-        self._number = 0
-        self.open: dict[int, Retrieve] = {}
+        self.open: dict[int, HeldRetrieve] = {}
 
     def bind_manager(self, manager: Any) -> None:
         """vLLM's cache manager, where vLLM hands it over (from 0.32 on)."""
@@ -68,23 +69,24 @@ class Retrieves:
 
     def begin(self, tracked: Tracked, offer: Offer) -> int:
         """Retrieve what was offered into the request's blocks; returns the retrieve's number."""
-        first = offer.start_tokens // self._block_tokens
-        blocks = tracked.blocks_from(first, first + offer.tokens // self._block_tokens)
-        release = offer.release
-        self._number += 1
-        self.open[self._number] = Retrieve(
+        block_tokens = self._prefixes.block_tokens
+        first = offer.start_tokens // block_tokens
+        blocks = tracked.blocks_from(first, first + offer.tokens // block_tokens)
+        release, number = offer.release, self._prefixes.next_number()
+        is_waited_for = release.release_after_slices > 0
+        self.open[number] = HeldRetrieve(
             tracked,
             offer.start_tokens,
             blocks,
             {tracked.name: tracked},
-            released=not release.release_after_slices,
+            TransferState.WAITING if is_waited_for else TransferState.RELEASED,
         )
         self._held.hold(blocks)
         self._new.append(
             RetrieveSpec(
-                self._number,
+                number,
                 tracked.name,
-                offer.lease,
+                tracked.prefix.take_lease(),
                 offer.start_tokens,
                 blocks,
                 release.layers_per_slice,
@@ -94,12 +96,12 @@ class Retrieves:
         )
         self._counts.retrieves += 1
         self._counts.retrieved_tokens += offer.tokens
-        return self._number
+        return number
 
     def note_reader(self, tracked: Tracked) -> None:
         """The request was given its blocks: it may read retrieves that are under way."""
         for retrieve in self.open.values():
-            if retrieve.failed or retrieve.readers.get(tracked.name) is tracked:
+            if retrieve.has_failed or retrieve.readers.get(tracked.name) is tracked:
                 continue
             if not set(retrieve.blocks).isdisjoint(tracked.blocks):
                 retrieve.readers[tracked.name] = tracked
@@ -124,19 +126,23 @@ class Retrieves:
     def bad_blocks(self) -> set[int]:
         """Blocks that hold no KV though vLLM may count on it."""
         return {
-            block for retrieve in self.open.values() if retrieve.failed for block in retrieve.blocks
+            block
+            for retrieve in self.open.values()
+            if retrieve.has_failed
+            for block in retrieve.blocks
         }
 
     def release(self, names: Container[str]) -> None:
         """vLLM may run these requests from now on."""
         for retrieve in self.open.values():
-            if retrieve.tracked.name in names:
-                retrieve.released = True
+            if retrieve.tracked.name in names and retrieve.state is TransferState.WAITING:
+                retrieve.state = TransferState.RELEASED
 
     def is_released(self, tracked: Tracked) -> bool:
         """Whether others may be reading a retrieve of this request."""
         return any(
-            retrieve.tracked is tracked and retrieve.released for retrieve in self.open.values()
+            retrieve.tracked is tracked and retrieve.state is not TransferState.WAITING
+            for retrieve in self.open.values()
         )
 
     def note_preempted(self, names: Iterable[str]) -> None:
@@ -157,8 +163,11 @@ class Retrieves:
         """A retrieve failed before its request ran, on one rank or on several: the request
         computes."""
         retrieve = self.open.get(number)
-        if retrieve is not None and not retrieve.recomputed:
-            self._recompute(retrieve)
+        if retrieve is None or retrieve.tracked.name not in retrieve.readers:
+            return  # it does already
+        if not retrieve.has_failed:
+            retrieve.state = TransferState.RECOMPUTED
+        self._recompute(retrieve)
 
     def fail(self, number: int) -> None:
         """A retrieve failed after release: nobody may find its blocks in the prefix cache any more.
@@ -167,9 +176,9 @@ class Retrieves:
         run is overlooked by vLLM: it can still compute instead, where we have the manager.
         """
         retrieve = self.open.get(number)
-        if retrieve is None or retrieve.failed:
+        if retrieve is None or retrieve.state >= TransferState.RECOMPUTED:
             return
-        retrieve.failed = True
+        retrieve.state = TransferState.FAILED
         self._counts.failed += 1
         bad = set(retrieve.blocks)
         self._held.evict(bad)
@@ -178,8 +187,9 @@ class Retrieves:
             first = next((i for i, block in enumerate(blocks) if block in bad), None)
             if first is not None:
                 self._held.evict(blocks[first:])
-        waits = retrieve.tracked.request.status.name in ("WAITING", "PREEMPTED")
-        if waits and self._manager is not None and retrieve.tracked.name in self._tracked:
+        tracked = retrieve.tracked
+        waits = tracked.request.status.name in ("WAITING", "PREEMPTED")
+        if waits and self._manager is not None and tracked.name in self._tracked:
             self._recompute(retrieve)
 
     def end(self) -> None:
@@ -190,21 +200,17 @@ class Retrieves:
         """
         for number, retrieve in list(self.open.items()):
             is_read = any(self._tracked.get(n) is reader for n, reader in retrieve.readers.items())
-            if retrieve.over and not (retrieve.failed and is_read):
+            if retrieve.is_over and not (retrieve.has_failed and is_read):
                 del self.open[number]
                 self._held.release(retrieve.blocks)
 
-    def _recompute(self, retrieve: Retrieve) -> None:
+    def _recompute(self, retrieve: HeldRetrieve) -> None:
         """With vLLM's manager the request gets other blocks. Without, it computes in these, which
         is why the worker's side then waits until the retrieve is over (`worker.ACKNOWLEDGE_S`).
         """
         request = retrieve.tracked.request
-        retrieve.recomputed = True
-        retrieve.tracked.may_retrieve = False
-        retrieve.tracked.saved_chunks = retrieve.start_tokens // self._chunk_tokens
-        retrieve.readers.pop(
-            request.request_id, None
-        )  # no step of its needs this retrieve any more
+        retrieve.tracked.prefix.recompute_from(retrieve.start_tokens)
+        retrieve.readers.pop(request.request_id, None)  # no step of its needs this one any more
         if request.status.name not in ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"):
             return
         self._counts.recomputed += 1

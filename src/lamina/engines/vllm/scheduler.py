@@ -7,24 +7,28 @@ What becomes of a hit is decided in `planning`; `retrieves` and `stores` see tra
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from lamina.client import Client
+from lamina.client import Client, Prefixes
 from lamina.engines.vllm.config import ConnectorSettings, RequestSettings
 from lamina.engines.vllm.identity import Identity, check_texts, extras_of
-from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
+from lamina.engines.vllm.messages import (
+    StepMetadata,
+    StepReport,
+    TransferState,
+    WorkerDescription,
+)
 from lamina.engines.vllm.planning import Planner
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.stores import Stores
-from lamina.engines.vllm.tracked import HeldBlocks, Offer, Tracked
+from lamina.engines.vllm.tracked import HeldBlocks, Tracked
 from lamina.errors import LaminaError
-from lamina.keys import KeyChain, Namespace
+from lamina.keys import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +55,6 @@ class SchedulerSide:
         self._settings = settings
         self.client = client
         self._identity = identity
-        self._block_tokens = block_tokens
         self._ranks = ranks
         self._namespace: Namespace | None = None
         """None until all of the identity is known, and while it is not known after a reset."""
@@ -62,11 +65,10 @@ class SchedulerSide:
         self.counts = SchedulerCounts()
         self.held = HeldBlocks()
         most_held = int(num_blocks * settings.held_blocks_share)
-        self.stores = Stores(settings, block_tokens, most_held, self.held, self.counts)
-        self.retrieves = Retrieves(
-            block_tokens, settings.chunk_tokens, self.held, self.counts, self._tracked
-        )
-        self._planner = Planner(settings.chunk_tokens, step_tokens, self.counts)
+        self._prefixes = Prefixes(client, settings.chunk_tokens, block_tokens, step_tokens)
+        self.stores = Stores(settings, self._prefixes, most_held, self.held, self.counts)
+        self.retrieves = Retrieves(self._prefixes, self.held, self.counts, self._tracked)
+        self._planner = Planner(self._prefixes, self.counts)
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; before anything is retrieved."""
@@ -81,7 +83,7 @@ class SchedulerSide:
         if not self._identity.is_known and (told := self.client.workers(self._ranks)) is not None:
             worker = WorkerDescription.decode(told[0])
             self._identity.worker_told(worker)
-            self._planner.set_model(worker.layers, worker.token_bytes)
+            self._prefixes.set_model(worker.layers, worker.token_bytes)
         self._namespace = self._identity.namespace()
 
     def is_tracked(self, request_id: str) -> bool:
@@ -101,7 +103,7 @@ class SchedulerSide:
         if self._namespace is None:
             self.find_identity()
         if (tracked := self._track(request)) is not None:
-            self._look_up(tracked)
+            tracked.prefix.look_up(request.all_token_ids)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be retrieved beyond vLLM's own hit, and whether asynchronously.
@@ -113,20 +115,18 @@ class SchedulerSide:
         if tracked is None:
             return (None, False) if self._is_worth_waiting(request) else (0, False)
         tracked.offer = None
-        hit = self._hit(tracked)
+        hit = tracked.prefix.hit(request.all_token_ids, LOOKUP_WAIT_S)
         if hit is None:
             return None, False
         beyond = hit - local_tokens
         if beyond <= 0:
             return 0, False
-        assert tracked.lookup is not None
-        assert tracked.lookup.result is not None
         others = self._planner.batch(tracked, self._tracked, self.retrieves)
-        query, release = self._planner.decide(tracked, local_tokens, beyond, others)
-        tokens = release.tokens_of(query)
-        lease = tracked.lookup.result.lease
-        tracked.offer = Offer(lease, local_tokens, beyond, tokens, release)
-        return tokens, tokens > 0 and release.release_after_slices > 0
+        _, offer = self._prefixes.offer(
+            tracked.prefix, request.num_tokens, local_tokens, beyond, others
+        )
+        tracked.offer = offer
+        return offer.tokens, offer.tokens > 0 and offer.release.release_after_slices > 0
 
     def allocated(self, request: Any, table: Any, tokens: int) -> None:
         """The request has the blocks of `table` (vLLM's `KVCacheBlocks`); with `tokens` > 0,
@@ -138,12 +138,10 @@ class SchedulerSide:
         offer, tracked.offer = tracked.offer, None
         if tokens and offer is not None:
             self._planner.committed(tracked, offer, self.retrieves.begin(tracked, offer))
-            tracked.lookup = None  # the retrieve has the lease now
         else:
             if offer is not None:
                 self._planner.committed(tracked, offer, None)
-            if tracked.lookup is not None:
-                self._give_lease_back(tracked)
+            tracked.prefix.give_back()
         self.retrieves.note_reader(tracked)
 
     def finished(self, request: Any) -> None:
@@ -155,9 +153,9 @@ class SchedulerSide:
         self._planner.forget(tracked.name)
         if self.retrieves.is_released(tracked):
             # Its blocks may be in vLLM's prefix cache, and others may be reading them: let it land.
-            self._give_lease_back(tracked)
-        elif tracked.settings.retrieve:  # others have nothing there, and perhaps no name to send
-            self.client.end_request(request.request_id)
+            tracked.prefix.give_back()
+        else:
+            tracked.prefix.end()
         self.retrieves.end()
 
     # Steps
@@ -173,7 +171,10 @@ class SchedulerSide:
             tracked = self._tracked.get(name)
             if tracked is None:
                 continue
-            if tracked.request.num_computed_tokens >= (tracked.saved_chunks + 1) * chunk_tokens:
+            if (
+                tracked.request.num_computed_tokens
+                >= (tracked.prefix.known_chunks + 1) * chunk_tokens
+            ):
                 self._store_confirmed(tracked)  # in most steps a decoding request has nothing
         gates = self.retrieves.gates(scheduled)
         self._steps += 1
@@ -199,22 +200,23 @@ class SchedulerSide:
             return
         if report.step:
             self._planner.step_over(report.step)
-        self._planner.landed(report.landed)
-        self._reports = self._reports.aggregate(replace(report, landed=[]))
+        self._planner.landed(report.accounts)
+        reports = self._reports = self._reports.aggregate(replace(report, accounts=[]))
         self._take_weights()
         # Without vLLM's manager the request computes in the same blocks: none may be written still.
         needed = 1 if self.retrieves.recomputes_elsewhere else self._ranks
-        for number in self._complete(self._reports.retrieves_to_recompute, at_least=needed):
+        for number in reports.take(TransferState.RECOMPUTED, needed):
             self._planner.retrieve_failed(number)
             self.retrieves.recompute(number)
-        for number in self._complete(self._reports.retrieves_failed, at_least=1):
+        for number in reports.take(TransferState.FAILED, 1):
             self._planner.retrieve_failed(number)
             self.retrieves.fail(number)
-        for number in self._complete(self._reports.retrieves_over):
-            self.retrieves.open[number].over = True
+        for number in reports.take(TransferState.OVER, self._ranks):
+            if (retrieve := self.retrieves.open.get(number)) is not None:
+                retrieve.is_over = True
+            else:
+                self.stores.end(number)
         self.retrieves.end()
-        for number in self._complete(self._reports.stores_over):
-            self.stores.end(number)
 
     def reset(self, forget: bool) -> None:
         """vLLM's prefix cache was reset, with `forget` ours too; perhaps for other weights.
@@ -225,7 +227,7 @@ class SchedulerSide:
         self._identity.epochs.reset(forget)
         self._namespace = self._identity.namespace()
         for tracked in self._tracked.values():
-            tracked.may_retrieve = tracked.may_store = False
+            tracked.prefix.may_retrieve = tracked.prefix.may_store = False
 
     # Lookups
 
@@ -248,14 +250,15 @@ class SchedulerSide:
             if adapter is None:
                 settings = self._without()
             namespace = msgspec.structs.replace(namespace, adapter=adapter or "unknown")
-        tracked = Tracked(
-            request,
-            settings,
-            KeyChain(namespace, self._settings.chunk_tokens),
+        may_retrieve = settings.retrieve and not request.skip_reading_prefix_cache
+        prefix = self._prefixes.begin(
+            request.request_id,
+            namespace,
+            settings.policy if may_retrieve else None,
             extras_of(request, self._settings.chunk_tokens),
-            settings.retrieve and not request.skip_reading_prefix_cache,
             settings.store,
         )
+        tracked = Tracked(request, prefix)
         self._tracked[request.request_id] = tracked
         return tracked
 
@@ -285,47 +288,6 @@ class SchedulerSide:
         lora = request.lora_request
         return lora is not None and self._identity.adapters.is_being_read(lora, ADAPTER_WAIT_S)
 
-    def _look_up(self, tracked: Tracked) -> None:
-        if not tracked.may_retrieve:
-            return
-        if keys := tracked.chain.extend(tracked.request.all_token_ids, tracked.extras):
-            tracked.lookup = self.client.lookup(tracked.request.request_id, keys)
-            tracked.looked_up_s = time.monotonic()
-
-    def _hit(self, tracked: Tracked) -> int | None:
-        """Leading tokens that the server holds: whole blocks, and at least one is left over."""
-        if not tracked.may_retrieve:
-            return 0
-        self.client.poll()
-        if tracked.lookup is not None and tracked.lookup.is_lost:
-            tracked.lookup, tracked.saved_chunks = None, tracked.stored_chunks
-        if not self.client.is_usable:
-            return 0  # a retrieve from it would fail
-        if tracked.lookup is None or self._is_stale(tracked):
-            self._look_up(tracked)
-        lookup = tracked.lookup
-        if lookup is None:
-            return 0
-        result = lookup.result
-        if result is None:
-            result = lookup.wait(LOOKUP_WAIT_S)
-        if result is None:
-            return None
-        tracked.saved_chunks = max(tracked.stored_chunks, result.chunks)
-        most = (tracked.request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        return int(min(result.chunks * self._settings.chunk_tokens, most))
-
-    def _is_stale(self, tracked: Tracked) -> bool:
-        """Whether the lease may run out before it is used."""
-        lease_ttl_s = self.client.lease_ttl_s
-        return 0 < lease_ttl_s / 2 < time.monotonic() - tracked.looked_up_s
-
-    def _give_lease_back(self, tracked: Tracked) -> None:
-        result = tracked.lookup.result if tracked.lookup is not None else None
-        if result is not None and result.lease:
-            self.client.end_lease(result.lease)
-        tracked.lookup = None
-
     def _store_confirmed(self, tracked: Tracked) -> None:
         is_over = self._tracked.get(tracked.name) is not tracked
         self.stores.store_confirmed(tracked, is_over, self.client.is_usable)
@@ -350,11 +312,3 @@ class SchedulerSide:
             self._reports.weights.clear()
             self._identity.epochs.looked(resets, told[: self._ranks])
             self._namespace = self._identity.namespace()
-
-    def _complete(self, counts: Any, at_least: int = 0) -> list[int]:
-        """Take the numbers that all ranks (or `at_least` some) have reported."""
-        needed = at_least or self._ranks
-        numbers = [number for number, count in counts.items() if count >= needed]
-        for number in numbers:
-            del counts[number]
-        return numbers

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from lamina.client import Prefixes
 from lamina.engines.vllm.config import ConnectorSettings
 from lamina.engines.vllm.messages import StoreSpec
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Tracked
-
-
-@dataclass(eq=False)
-class _Store:
-    """A store whose blocks are held."""
-
-    tracked: Tracked
-    blocks: list[int]
 
 
 class Stores:
@@ -25,20 +16,19 @@ class Stores:
     def __init__(
         self,
         settings: ConnectorSettings,
-        block_tokens: int,
+        prefixes: Prefixes,
         most_held: int,
         held: HeldBlocks,
         counts: SchedulerCounts,
     ) -> None:
         self._settings = settings
-        self._block_tokens = block_tokens
+        self._prefixes = prefixes
         self._most_held = most_held
         self._held = held
         self._counts = counts
-        self._open: dict[int, _Store] = {}
+        self._open: dict[int, list[int]] = {}  # the blocks that each store holds
         self._held_blocks = 0
         self._queued: list[StoreSpec] = []
-        self._number = 0
 
     @property
     def is_idle(self) -> bool:
@@ -52,21 +42,19 @@ class Stores:
         """
         request = tracked.request
         confirmed = request.num_computed_tokens - request.num_in_flight_tokens
-        if confirmed <= tracked.admitted_tokens or not tracked.may_store:
+        if confirmed <= tracked.admitted_tokens:
             return
         if not self._settings.store_decode:
             confirmed = min(confirmed, request.num_prompt_tokens)
-        chunk_tokens = self._settings.chunk_tokens
-        first, full = tracked.saved_chunks, min(confirmed, request.num_tokens) // chunk_tokens
-        if full <= first:
+        chunks = tracked.prefix.unstored(min(confirmed, request.num_tokens))
+        if not chunks:
             return
-        per_chunk = chunk_tokens // self._block_tokens
-        room = max(0, self._most_held - self._held_blocks) // per_chunk
-        end = min(full, first + room) if is_usable else first
+        per_chunk = self._prefixes.chunk_tokens // self._prefixes.block_tokens
+        room = max(0, self._most_held - self._held_blocks) // per_chunk if is_usable else 0
         if is_over:
-            self._counts.dropped_chunks += full - end
-        if end > first:
-            self._queue(tracked, first, end, per_chunk)
+            self._counts.dropped_chunks += max(0, len(chunks) - room)
+        if room:
+            self._queue(tracked, chunks[:room], per_chunk)
 
     def take_queued(self) -> list[StoreSpec]:
         """The stores of the step that is being built."""
@@ -80,22 +68,19 @@ class Stores:
 
     def end(self, number: int) -> None:
         """The worker's side says that a store is over, or given up: no block of it is read."""
-        store = self._open.pop(number, None)
-        if store is None:
+        if (blocks := self._open.pop(number, None)) is None:
             return  # given up, and told again
-        self._held_blocks -= len(store.blocks)
-        self._held.release(store.blocks)
+        self._held_blocks -= len(blocks)
+        self._held.release(blocks)
 
-    def _queue(self, tracked: Tracked, first: int, end: int, per_chunk: int) -> None:
-        blocks = tracked.blocks_from(first * per_chunk, end * per_chunk)
-        if NULL_BLOCK in blocks or len(blocks) != (end - first) * per_chunk:
+    def _queue(self, tracked: Tracked, chunks: range, per_chunk: int) -> None:
+        blocks = tracked.blocks_from(chunks.start * per_chunk, chunks.stop * per_chunk)
+        if NULL_BLOCK in blocks or len(blocks) != len(chunks) * per_chunk:
             return  # some of it is not there any more
-        keys = tracked.chain.extend(tracked.request.all_token_ids, tracked.extras)
+        run = tracked.prefix.sent(tracked.request.all_token_ids, chunks)
         self._held.hold(blocks)
         self._held_blocks += len(blocks)
-        self._number += 1
-        self._open[self._number] = _Store(tracked, blocks)
-        parent = keys[first - 1] if first else b""
-        self._queued.append(StoreSpec(self._number, parent, keys[first:end], blocks))
-        self._counts.stored_chunks += end - first
-        tracked.saved_chunks = tracked.stored_chunks = end
+        number = self._prefixes.next_number()
+        self._open[number] = blocks
+        self._queued.append(StoreSpec(number, run.parent, run.keys, blocks))
+        self._counts.stored_chunks += len(chunks)

@@ -6,23 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.client import Lookup, Release
-from lamina.engines.vllm.config import RequestSettings
-from lamina.keys import Extra, KeyChain
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What vLLM was told about a hit; it counts once blocks are allocated for it.
-
-    `tokens` of the `hit_tokens` beyond `start_tokens` are offered: perhaps none.
-    """
-
-    lease: int
-    start_tokens: int
-    hit_tokens: int
-    tokens: int
-    release: Release
+from lamina.client import Offer, Prefix
 
 
 @dataclass(eq=False)
@@ -30,23 +14,14 @@ class Tracked:
     """A request that vLLM knows."""
 
     request: Any
-    settings: RequestSettings
-    chain: KeyChain
-    extras: dict[int, list[Extra]]
-    may_retrieve: bool
-    may_store: bool
-    lookup: Lookup | None = None
-    looked_up_s: float = 0.0
+    prefix: Prefix
     offer: Offer | None = None
+    """What vLLM was told about a hit; it counts once blocks are allocated for it."""
     table: Any = None
     """vLLM's own view of the request's blocks (`KVCacheBlocks`): it follows what vLLM does."""
     admitted_tokens: int = 0
     """Tokens that counted as computed when the request was last scheduled anew. Others may be
     computing them in that very step, so they are confirmed only once more than they are."""
-    saved_chunks: int = 0
-    """Leading chunks that the server has or was sent, by its latest answer and our stores."""
-    stored_chunks: int = 0
-    """Where this request's own last store ends; 0 without one."""
 
     @property
     def name(self) -> str:

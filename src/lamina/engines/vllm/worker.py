@@ -25,11 +25,12 @@ from lamina.devices.base import WorkerDevice
 from lamina.engines.vllm.layout import KvLayout
 from lamina.engines.vllm.loaded import LoadedWeights
 from lamina.engines.vllm.messages import (
-    LandedRetrieve,
+    Account,
     RetrieveSpec,
     StepMetadata,
     StepReport,
     StoreSpec,
+    TransferState,
 )
 from lamina.engines.vllm.stats import WorkerCounts
 from lamina.engines.vllm.tracked import NULL_BLOCK
@@ -52,8 +53,7 @@ class _Retrieving:
     spec: RetrieveSpec
     gate: Gate | None
     began_s: float
-    released: bool
-    reported_failed: bool = False
+    state: TransferState
     give_up_at_s: float | None = None
 
     @property
@@ -148,23 +148,23 @@ class WorkerSide:
         released: set[str] = set()
         report = StepReport()
         for number, retrieving in list(self._retrieves.items()):
-            if not retrieving.released:
+            if retrieving.state is TransferState.WAITING:
                 self._try_release(number, retrieving, released, report)
-            if retrieving.released and retrieving.outcome and not retrieving.reported_failed:
-                retrieving.reported_failed = True
-                report.retrieves_failed[number] = 1
+            if retrieving.state is TransferState.RELEASED and retrieving.outcome:
+                retrieving.state = TransferState.FAILED
+                report.states[number, TransferState.FAILED] = 1
                 self.invalid_blocks.update(retrieving.spec.blocks)
-            if retrieving.released and retrieving.is_over:
-                report.retrieves_over[number] = 1
+            if retrieving.state is not TransferState.WAITING and retrieving.is_over:
+                report.states[number, TransferState.OVER] = 1
                 del self._retrieves[number]
                 self._count_end(retrieving)
-        for number in [n for n, store in self._stores.items() if store.is_over]:
-            report.stores_over[number] = 1
+        over = [number for number, store in self._stores.items() if store.is_over]
+        for number in over:
             del self._stores[number]
-        for number in self._stores_never_begun:
-            report.stores_over[number] = 1
+        for number in [*over, *self._stores_never_begun]:
+            report.states[number, TransferState.OVER] = 1
         self._stores_never_begun.clear()
-        report.landed = self._take_accounts()
+        report.accounts = self._take_accounts()
         report.weights, self._weights_now = self._weights_now, []
         if self._step is not None and self._step.tokens:
             report.step = self._step.number
@@ -192,8 +192,9 @@ class WorkerSide:
                 self.client.write_ticket(stream) if spec.needs_ticket else None,
             )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
-        released = not spec.release_after_slices
-        self._retrieves[spec.number] = _Retrieving(spec, gate, time.monotonic(), released)
+        is_waited_for = spec.release_after_slices > 0
+        state = TransferState.WAITING if is_waited_for else TransferState.RELEASED
+        self._retrieves[spec.number] = _Retrieving(spec, gate, time.monotonic(), state)
 
     def _begin_store(self, spec: StoreSpec, stream: Any) -> None:
         ticket = self.client.write_ticket(stream)
@@ -227,30 +228,30 @@ class WorkerSide:
         self, number: int, retrieving: _Retrieving, released: set[str], report: StepReport
     ) -> None:
         """Release a waiting request once its first slices are in, or its retrieve has failed."""
-        name = retrieving.spec.request
         if not retrieving.outcome:
             assert retrieving.gate is not None
-            if retrieving.gate.is_released:
-                retrieving.released = True
-                released.add(name)
-                self.counts.release_s += time.monotonic() - retrieving.began_s
-                self.counts.releases += 1
+            if not retrieving.gate.is_released:
+                return
+            retrieving.state = TransferState.RELEASED
+            self.counts.release_s += time.monotonic() - retrieving.began_s
+            self.counts.releases += 1
         elif retrieving.is_over or self._recomputes_elsewhere:
-            released.add(name)
-            report.retrieves_to_recompute[number] = 1
-            retrieving.released = retrieving.reported_failed = (
-                True  # its blocks are nobody's to read
-            )
-            if not retrieving.is_over:
-                assert retrieving.gate is not None
-                self.client.cancel(retrieving.gate.retrieve)
+            retrieving.state = TransferState.RECOMPUTED  # its blocks are nobody's to read
+            report.states[number, TransferState.RECOMPUTED] = 1
+            self._cancel(retrieving)
         elif retrieving.give_up_at_s is None:
-            assert retrieving.gate is not None
-            self.client.cancel(retrieving.gate.retrieve)
+            self._cancel(retrieving)
             retrieving.give_up_at_s = time.monotonic() + ACKNOWLEDGE_S
-        elif time.monotonic() >= retrieving.give_up_at_s:
-            retrieving.released = True
-            released.add(name)
+            return
+        elif time.monotonic() < retrieving.give_up_at_s:
+            return
+        else:
+            retrieving.state = TransferState.RELEASED  # and failed at once
+        released.add(retrieving.spec.request)
+
+    def _cancel(self, retrieving: _Retrieving) -> None:
+        if retrieving.gate is not None and not retrieving.is_over:
+            self.client.cancel(retrieving.gate.retrieve)
 
     def _count_end(self, retrieving: _Retrieving) -> None:
         if retrieving.outcome:
@@ -259,7 +260,7 @@ class WorkerSide:
             self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes
             self._unaccounted.append(retrieving)
 
-    def _take_accounts(self) -> list[LandedRetrieve]:
+    def _take_accounts(self) -> list[Account]:
         """What the server has told since the last time about retrieves that are over."""
         told = []
         for retrieving in list(self._unaccounted):
@@ -268,7 +269,7 @@ class WorkerSide:
                 self._unaccounted.remove(retrieving)
                 end_s = retrieving.began_s + account.total_us / 1e6
                 number = retrieving.spec.number
-                told.append(LandedRetrieve(number, account.nbytes, retrieving.began_s, end_s))
+                told.append(Account(number, account.nbytes, retrieving.began_s, end_s))
                 self.counts.copies += 1
                 self.counts.copy_s += account.total_us / 1e6
         return told
