@@ -12,8 +12,7 @@ from lamina.copies import CopyList
 from lamina.devices import cuda_driver as driver
 from lamina.devices.base import Direction
 from lamina.devices.cuda import CudaServerDevice, CudaWorkerDevice
-from lamina.devices.cuda_memory import OFFSET, CudaMemory
-from lamina.devices.cuda_pinned import PinnedSegments
+from lamina.devices.cuda_memory import OFFSET, CudaMemory, PinnedSegments
 from lamina.devices.cuda_stream import _AHEAD_BATCHES, CudaCopyStream
 from lamina.protocol import Region
 from tests.devices.fake_gpu import FakeGpu

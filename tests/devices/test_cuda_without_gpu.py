@@ -10,7 +10,7 @@ import pytest
 
 from lamina.devices import cuda_driver as driver
 from lamina.devices.cuda import CudaServerDevice
-from lamina.devices.cuda_pinned import PinnedSegments
+from lamina.devices.cuda_memory import PinnedSegments
 from lamina.devices.cuda_stream import _SecondThread
 from lamina.errors import DeviceError
 

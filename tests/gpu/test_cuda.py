@@ -9,7 +9,7 @@ import pytest
 
 from lamina.devices import cuda_driver as driver
 from lamina.devices.cuda import CudaServerDevice, CudaWorkerDevice
-from lamina.devices.cuda_pinned import PinnedSegments
+from lamina.devices.cuda_memory import PinnedSegments
 from lamina_lab import gpu_memory
 from tests.devices.conformance import DeviceConformance, Kit, WorkerSide
 

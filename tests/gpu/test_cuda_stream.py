@@ -12,7 +12,7 @@ from lamina.copies import CopyList
 from lamina.devices import cuda_driver as driver
 from lamina.devices.base import Direction
 from lamina.devices.cuda import CudaServerDevice
-from lamina.devices.cuda_pinned import PinnedSegments
+from lamina.devices.cuda_memory import PinnedSegments
 from lamina.devices.cuda_stream import CudaCopyStream
 from lamina.errors import DeviceError
 from lamina_lab.bench.memory import POISON, CudaKvSpace

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from lamina.engines.vllm.stats import take
 from lamina.errors import SettingsError
 from tests.vllm import scheduler_guards as guards
 from tests.vllm.scheduler_guards import hazard
@@ -235,3 +237,19 @@ def test_recompute_policy_is_refused() -> None:
     written."""
     with pytest.raises(SettingsError):
         Rig("sync", policy="recompute")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_retrieve_that_fails_after_its_release_is_counted_once(mode: str) -> None:
+    """Both sides' counts are summed under one name."""
+    rig = Rig(mode)
+    asked = prompt(1, 130)
+    rig.hold(asked, 2)
+    rig.client.doomed["A"] = True
+    rig.add("A", asked, release_after_slices=0, layerwise_overlap=1)
+    rig.run("A")
+    counts = Counter(rig.counts)
+    for left in (take(rig.side.counts), rig.worker.get_kv_connector_stats()):
+        counts.update(left.data if left is not None else {})
+    assert (counts["failed"], counts["recomputed"]) == (1, 0)
+    rig.close()

@@ -20,8 +20,7 @@ from lamina.board import Board
 from lamina.copies import CopyList
 from lamina.devices import cuda_driver as driver
 from lamina.devices.base import CopyStream, Direction, EngineMemory
-from lamina.devices.cuda_memory import OFFSET, CudaMemory, map_board
-from lamina.devices.cuda_pinned import PinnedSegments
+from lamina.devices.cuda_memory import OFFSET, CudaMemory, PinnedSegments, map_board
 from lamina.devices.cuda_stream import CudaCopyStream
 from lamina.errors import DeviceError
 from lamina.linux import Peer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -13,29 +13,46 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from lamina.client import Reason
 
 
+def _count(text: str) -> Any:
+    """A counter from zero, and what an operator reads about it."""
+    return field(default=0, metadata={"text": text})
+
+
 @dataclass
 class SchedulerCounts:
     """Since the last report, on the scheduler's side."""
 
-    faults: int = 0
-    retrieves: int = 0
-    retrieved_tokens: int = 0
-    recomputed: int = 0
-    failed: int = 0
-    stored_chunks: int = 0
-    dropped_chunks: int = 0
-    retrieves_fixed: int = 0
-    retrieves_unmeasured: int = 0
-    retrieves_hidden: int = 0
-    retrieves_alone: int = 0
-    retrieves_cheaper: int = 0
-    retrieves_outside: int = 0
-    hits_recomputed: int = 0
-    hit_tokens_computed: int = 0
-    expected_release_s: float = 0.0
-    first_tokens: int = 0
-    first_token_s: float = 0.0
-    expected_first_token_s: float = 0.0
+    faults: int = _count(
+        "Faults of Lamina's own that the engine survived; it goes on without the cache."
+    )
+    retrieves: int = _count("Retrieves begun.")
+    retrieved_tokens: int = _count("Tokens of the retrieves begun: the hits.")
+    recomputed: int = _count(
+        "Requests whose retrieve failed before they ran, and who computed instead."
+    )
+    failed: int = _count("Retrieves that failed after their request was released.")
+    stored_chunks: int = _count("Chunks sent to be stored.")
+    dropped_chunks: int = _count(
+        "Chunks not stored: too many blocks were held, or the server was not usable."
+    )
+    retrieves_fixed: int = _count("Retrieves as the settings fix them.")
+    retrieves_unmeasured: int = _count("Retrieves by 'auto' before it had measured anything.")
+    retrieves_hidden: int = _count(
+        "Retrieves by 'auto' in the request's own step, which computes longer."
+    )
+    retrieves_alone: int = _count(
+        "Retrieves by 'auto' in the request's own step, which waits, alone."
+    )
+    retrieves_cheaper: int = _count(
+        "Retrieves by 'auto' in a step that waits although others are in it."
+    )
+    retrieves_outside: int = _count("Retrieves by 'auto' whose requests wait outside the batch.")
+    hits_recomputed: int = _count("Hits that 'auto' computed instead of retrieving.")
+    hit_tokens_computed: int = _count("Tokens of hits that were computed because that is sooner.")
+    expected_release_s: float = _count("What 'auto' expected release_s to be.")
+    first_tokens: int = _count("First tokens whose time 'auto' predicted.")
+    first_token_s: float = _count("Seconds from those decisions to the first token.")
+    expected_first_token_s: float = _count("What 'auto' expected first_token_s to be.")
 
     def count_decision(self, reason: Reason) -> None:
         """One more hit that was retrieved, or not, for this reason."""
@@ -47,42 +64,19 @@ class SchedulerCounts:
 class WorkerCounts:
     """Since the last report, on the worker's side."""
 
-    releases: int = 0
-    release_s: float = 0.0
-    stall_s: float = 0.0
-    failed: int = 0
-    retrieved_bytes: int = 0
-    copies: int = 0
-    copy_s: float = 0.0
+    releases: int = _count("Requests released from an asynchronous retrieve.")
+    release_s: float = _count("Seconds from the start of those retrieves to the release.")
+    stall_s: float = _count("Seconds that the launching thread waited for slices.")
+    retrieved_bytes: int = _count("Bytes of retrieves that ended well.")
+    copies: int = _count("Retrieves of which the server has told how long they took.")
+    copy_s: float = _count("Seconds of those retrieves, from asking to landing.")
 
 
-DESCRIPTIONS = {
-    "faults": "Faults of Lamina's own that the engine survived; it goes on without the cache.",
-    "retrieves": "Retrieves begun.",
-    "retrieved_tokens": "Tokens of the retrieves begun: the hits.",
-    "recomputed": "Requests whose retrieve failed before they ran, and who computed instead.",
-    "failed": "Retrieves that failed after their request was released.",
-    "stored_chunks": "Chunks sent to be stored.",
-    "dropped_chunks": "Chunks not stored: too many blocks were held, or the server was not usable.",
-    "retrieves_fixed": "Retrieves as the settings fix them.",
-    "retrieves_unmeasured": "Retrieves by 'auto' before it had measured anything.",
-    "retrieves_hidden": "Retrieves by 'auto' in the request's own step, which computes longer.",
-    "retrieves_alone": "Retrieves by 'auto' in the request's own step, which waits, alone.",
-    "retrieves_cheaper": "Retrieves by 'auto' in a step that waits although others are in it.",
-    "retrieves_outside": "Retrieves by 'auto' whose requests wait outside the batch.",
-    "hits_recomputed": "Hits that 'auto' computed instead of retrieving.",
-    "hit_tokens_computed": "Tokens of hits that were computed because that is sooner.",
-    "expected_release_s": "What 'auto' expected release_s to be.",
-    "first_tokens": "First tokens whose time 'auto' predicted.",
-    "first_token_s": "Seconds from those decisions to the first token.",
-    "expected_first_token_s": "What 'auto' expected first_token_s to be.",
-    "releases": "Requests released from an asynchronous retrieve.",
-    "release_s": "Seconds from the start of those retrieves to the release.",
-    "stall_s": "Seconds that the launching thread waited for slices.",
-    "retrieved_bytes": "Bytes of retrieves that ended well.",
-    "copies": "Retrieves of which the server has told how long they took.",
-    "copy_s": "Seconds of those retrieves, from asking to landing.",
+DESCRIPTIONS: dict[str, str] = {
+    count.name: count.metadata["text"]
+    for count in (*fields(SchedulerCounts), *fields(WorkerCounts))
 }
+"""What vLLM's `/metrics` says of each."""
 
 
 @dataclass

@@ -254,9 +254,7 @@ class WorkerSide:
             self.client.cancel(retrieving.gate.retrieve)
 
     def _count_end(self, retrieving: _Retrieving) -> None:
-        if retrieving.outcome:
-            self.counts.failed += 1
-        else:
+        if not retrieving.outcome:
             self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes
             self._unaccounted.append(retrieving)
 
