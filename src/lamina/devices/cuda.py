@@ -113,7 +113,7 @@ class CudaServerDevice:
         return cpus & os.sched_getaffinity(0) or None
 
     def pin(self, address: int, nbytes: int) -> None:
-        if self._pinned.holds(address):
+        if self._pinned.has(address):
             return  # and no context on a GPU that nobody may ever use
         try:
             self.make_current()

@@ -100,7 +100,7 @@ class PinnedSegments:
         """Whether something could not be pinned."""
         return bool(self._failed)
 
-    def holds(self, address: int) -> bool:
+    def has(self, address: int) -> bool:
         """Whether this segment is pinned: one GPU's device is enough for all."""
         return address in self._pinned
 

@@ -42,8 +42,8 @@ class Repeats:
             if not at_end and window.until_s > now_s:
                 break
             del self._windows[key]
-            if (held := window.count - SHOWN) > 0:
-                told.append(record_of(*key[:2], "%d more like it: %s", held, window.first))
+            if (kept_back := window.count - SHOWN) > 0:
+                told.append(record_of(*key[:2], "%d more like it: %s", kept_back, window.first))
         return told
 
 

@@ -1,9 +1,9 @@
 """The policy `auto`: of all ways to retrieve a hit, the one that delays everybody least.
 
 Candidates are a *synchronous* retrieve (the request runs in this step, each layer waits for its
-slice) and a *held* one (the request waits outside the batch until the rest will arrive just in
-time), each with the whole hit or with fewer chunks, whose tokens are then computed. For each the
-policy predicts when the request's prompt is computed, and by how much others are delayed:
+slice) and one *outside* the step (the request waits outside the batch until the rest will arrive
+just in time), each with the whole hit or with fewer chunks, whose tokens are then computed. For
+each the policy predicts when the request's prompt is computed, and by how much others are delayed:
 
     own   max(computing ends, last slice lands + its layers are computed), then the chunks that
           did not fit the first step
@@ -118,19 +118,23 @@ class _Forecast:
     def agrees(self, plan: _Plan) -> bool:
         """Whether `plan`, of another forecast, is no worse than the whole hit here too."""
         fewer = -(-(self._query.retrieve_tokens - plan.retrieve_tokens) // self._query.chunk_tokens)
-        again = self.held(fewer) if plan.layers_before else self.synchronous(fewer)
+        again = self.outside(fewer) if plan.layers_before else self.synchronous(fewer)
         return again.cost_s <= self.whole().cost_s
 
     def _ways(self) -> list[Callable[[int], _Plan]]:
         """A synchronous retrieve never overtakes those who are retrieving, and joins a busy lane
         only where computing takes longer than what is ahead: everybody would wait for all of it,
-        and the engine's thread as well. Alone there is nobody to be held for."""
+        and the engine's thread as well. Alone there is nobody to wait outside for."""
         query = self._query
         if query.batch.retrieving:
-            return [self.held]
+            return [self.outside]
         if query.lane_busy_s:
-            return [self.synchronous, self.held] if not self.synchronous(0).stall_s else [self.held]
-        return [self.synchronous, self.held] if query.batch.running else [self.synchronous]
+            return (
+                [self.synchronous, self.outside]
+                if not self.synchronous(0).stall_s
+                else [self.outside]
+            )
+        return [self.synchronous, self.outside] if query.batch.running else [self.synchronous]
 
     def reason_of(self, plan: _Plan) -> Reason:
         if plan.layers_before:
@@ -160,7 +164,7 @@ class _Forecast:
         rest_s = (compute - first) * self._token_s
         return _Plan(retrieve, 0, 0.0, end_s + rest_s, stall_s, others_s)
 
-    def held(self, fewer_chunks: int) -> _Plan:
+    def outside(self, fewer_chunks: int) -> _Plan:
         """The request is released so late that its step need not wait."""
         query = self._query
         layers = query.layers
