@@ -43,9 +43,10 @@ def public_names() -> Iterator[tuple[str, str]]:
                         names.append(target.id)
                     elif isinstance(target, ast.Attribute):
                         names.append(target.attr)
+            line = getattr(node, "lineno", 0)
             for name in names:
                 if not name.startswith("_"):
-                    yield name, f"{path.relative_to(ROOT)}:{node.lineno}"
+                    yield name, f"{path.relative_to(ROOT)}:{line}"
 
 
 def segments(name: str) -> set[str]:

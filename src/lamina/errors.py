@@ -84,3 +84,8 @@ class RequestRefusedError(LaminaError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.code, self.cause, self.remedy)
+
+
+def refuse(cause: str, remedy: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> RequestRefusedError:
+    """The error for a handler to raise when a request cannot be served."""
+    return RequestRefusedError(code, cause, remedy)

@@ -23,7 +23,7 @@ from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
 
-VERSION = 4
+VERSION = 5
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -95,7 +95,7 @@ class WorkersKnown(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Asks for the longest run of `keys`, from the first, that the server holds.
+    """Asks for the longest run of `keys`, from the first, that the server has.
 
     A lease that the same request already has is replaced.
     """
@@ -114,11 +114,14 @@ class Found(Message, frozen=True):
 class Retrieve(Message, frozen=True):
     """Copies leased chunks into the worker's pages, slice by slice.
 
-    `start_tokens` counts from the first leased chunk. `block_ids` are packed arrays, one a group.
-    Slice `i` (from 0) is announced as `base + i + 1` on `slot`. With a `ticket`, nothing is copied
-    before the board's ticket reaches it.
+    `transfer` names it: an unsigned number that the engine chooses, and that no other retrieve or
+    store of the connection has that is not answered yet. `start_tokens` counts from the first
+    leased chunk. `block_ids` are packed arrays, one a group. Slice `i` (from 0) is announced as
+    `base + i + 1` on `slot`. With a `ticket`, nothing is copied before the board's ticket reaches
+    it.
     """
 
+    transfer: int
     lease: int
     start_tokens: int
     block_ids: tuple[bytes, ...]
@@ -145,11 +148,13 @@ class Retrieved(Message, frozen=True):
 class Store(Message, frozen=True):
     """Copies consecutive full chunks out of the worker's pages.
 
-    `parent` is the key of the chunk before the first, empty at the start of a prompt. `block_ids`
-    cover the chunks of `keys` exactly. Nothing is copied before the board's ticket reaches
-    `ticket`, and nothing is found of it once the board says that stores up to `ticket` are void.
+    `transfer` names it, as a retrieve's does. `parent` is the key of the chunk before the first,
+    empty at the start of a prompt. `block_ids` cover the chunks of `keys` exactly. Nothing is
+    copied before the board's ticket reaches `ticket`, and nothing is found of it once the board
+    says that stores up to `ticket` are void.
     """
 
+    transfer: int
     parent: bytes
     keys: tuple[bytes, ...]
     block_ids: tuple[bytes, ...]
@@ -168,13 +173,13 @@ class Stored(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Gives up the transfer whose request had id `transfer`."""
+    """Gives up the connection's transfer of that number; one that is over or unknown is fine."""
 
     transfer: int
 
 
 class Cancelled(Message, frozen=True):
-    """Nothing more of that transfer will be read or written."""
+    """Nothing more of that transfer will be read or written. Its number is free with its own reply."""
 
 
 class EndLease(Message, frozen=True):

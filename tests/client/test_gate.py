@@ -49,7 +49,7 @@ Begin = Callable[..., Retrieve]
 def retrieve_on(board: Board, slot: int, width: int = 1, base: int = 0) -> Retrieve:
     """A retrieve of eight layers of which nothing has landed."""
     board.announce(slot, base)
-    return Retrieve("r", board, slot, base, GEOMETRY.slices(width), 1e9, lambda: False)
+    return Retrieve(1, "r", board, slot, base, GEOMETRY.slices(width), 1e9, lambda: False)
 
 
 @pytest.fixture

@@ -54,6 +54,10 @@ class World:
         geometry = Geometry(64, (Group(16),), tuple(Layer(str(i), 0, 1, 8) for i in range(LAYERS)))
         notices = Notices("test")
         self.transfers = Transfers(self.connection, self.board, geometry, notices)
+        self.ids: dict[Retrieve, int] = {}
+        """Of the requests that began them; other than their numbers."""
+        self.connection.call(protocol.Ping, lambda _: None)
+        assert isinstance(self.next_request(), protocol.Ping)
 
     def begin(self, width: int = 1, **changes: Any) -> Retrieve:
         options: dict[str, Any] = {
@@ -65,11 +69,13 @@ class World:
             "ticket": None,
             "deadline_s": DEADLINE_S,
         }
-        return self.transfers.retrieve(**{**options, **changes})
+        retrieve = self.transfers.retrieve(**{**options, **changes})
+        self.ids[retrieve] = self.connection._number
+        return retrieve
 
-    def store(self) -> Store:
+    def store(self, number: int | None = None) -> Store:
         ticket = self.transfers.next_ticket()
-        return self.transfers.store(b"", [KEY], [ids([0, 1, 2, 3])], ticket, DEADLINE_S)
+        return self.transfers.store(b"", [KEY], [ids([0, 1, 2, 3])], ticket, DEADLINE_S, number)
 
     def next_request(self) -> protocol.Request:
         """The next that the client has sent."""
@@ -99,7 +105,7 @@ class World:
         self.servers_board.announce(retrieve.slot, retrieve.base + count)
 
     def acknowledge(self, retrieve: Retrieve, status: int = 0) -> None:
-        self.reply(protocol.Retrieved(retrieve.number, status, 10, 1, 2))
+        self.reply(protocol.Retrieved(self.ids[retrieve], status, 10, 1, 2))
 
     def finish(self, retrieve: Retrieve) -> None:
         self.land(retrieve)
@@ -140,6 +146,7 @@ def test_a_retrieve_asks_for_what_it_was_given(world: World) -> None:
         width=3, lease=41, start_tokens=128, block_ids=blocks, ticket=2**32 - 1, request="q"
     )
     assert world.next_request() == protocol.Retrieve(
+        world.ids[retrieve],
         retrieve.number,
         41,
         128,
@@ -158,7 +165,8 @@ def test_a_store_asks_for_what_it_was_given(world: World) -> None:
     store = world.transfers.store(KEY, keys, [ids(list(range(8)))], 6, DEADLINE_S)
     request = world.next_request()
     packed = (protocol.pack_block_ids(ids(list(range(8)))),)
-    assert request == protocol.Store(request.id, KEY, tuple(keys), packed, 6)
+    assert request == protocol.Store(request.id, store.number, KEY, tuple(keys), packed, 6)
+    assert request.id != store.number
     assert (store.chunks, store.ticket, store.deadline_s) == (2, 6, DEADLINE_S)
 
 
@@ -177,7 +185,7 @@ def test_a_retrieve_goes_from_in_flight_to_landed_to_acknowledged(world: World) 
     assert not world.transfers.is_idle
     world.acknowledge(retrieve)
     assert retrieve.is_acknowledged
-    assert retrieve.ended == protocol.Retrieved(retrieve.number, 0, 10, 1, 2)
+    assert retrieve.ended == protocol.Retrieved(world.ids[retrieve], 0, 10, 1, 2)
     assert world.transfers.is_idle
 
 
@@ -250,7 +258,8 @@ def test_a_slot_is_used_again_from_a_base_above_every_earlier_count(
         first.force(TransferStatus.TIMED_OUT)
         world.finish(first)
     else:
-        world.reply(protocol.ErrorReply(first.number, ErrorCode.UNKNOWN_LEASE, "gone", "again"))
+        number = world.ids[first]
+        world.reply(protocol.ErrorReply(number, ErrorCode.UNKNOWN_LEASE, "gone", "again"))
     second = world.begin(width=2)
     assert second.base == first.final_count
     assert second.landed_slices == 0
@@ -280,7 +289,8 @@ def test_counts_wrap_at_32_bits_and_bases_on_the_wire_stay_below(one_slot: World
 
 def test_a_refused_retrieve_fails_with_the_servers_reason_and_is_over(world: World) -> None:
     retrieve = world.begin()
-    refusal = protocol.ErrorReply(retrieve.number, ErrorCode.UNKNOWN_LEASE, "gone", "look again")
+    number = world.ids[retrieve]
+    refusal = protocol.ErrorReply(number, ErrorCode.UNKNOWN_LEASE, "gone", "look again")
     world.reply(refusal)
     assert retrieve.outcome is TransferStatus.REFUSED
     assert retrieve.refusal == refusal

@@ -32,7 +32,9 @@ class World:
     def begin(self, slot: int = 0, base: int = 0, deadline_s: float = DEADLINE_S) -> Retrieve:
         self.board.reset(slot)
         slices = tuple(Slice(i, i, i + 1) for i in range(SLICES))
-        retrieve = Retrieve("r", self.board, slot, base, slices, deadline_s, lambda: self.is_dead)
+        retrieve = Retrieve(
+            1, "r", self.board, slot, base, slices, deadline_s, lambda: self.is_dead
+        )
         self.in_flight.append(retrieve)
         return retrieve
 

@@ -145,10 +145,13 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def retrieve(lease: int, blocks: Sequence[int] = range(8), **fields: Any) -> protocol.Retrieve:
-    """A retrieve of the bystander's two chunks that would work but for `fields`."""
+def retrieve(
+    lease: int, blocks: Sequence[int] = range(8), id: int = 20, **fields: Any
+) -> protocol.Retrieve:
+    """A retrieve of the bystander's two chunks that would work but for `fields`. Its number is far
+    from its id, unless given."""
     packed = (protocol.pack_block_ids(ids(blocks)),)
-    message = protocol.Retrieve(20, lease, 0, packed, slot=3, base=0, layers_per_slice=1)
+    message = protocol.Retrieve(id, id + 1000, lease, 0, packed, slot=3, base=0, layers_per_slice=1)
     return msgspec.structs.replace(message, **fields)
 
 

@@ -47,7 +47,7 @@ def greeted(connect: Callable[[], Stranger], name: str) -> Stranger:
 def store(number: int, ticket: int = 0, chunks: int = 1) -> protocol.Store:
     """A store of new chunks, from the first blocks on."""
     blocks = protocol.pack_block_ids(ids(range(4 * chunks)))
-    return protocol.Store(number, b"", tuple(random_keys(chunks)), (blocks,), ticket)
+    return protocol.Store(number, number, b"", tuple(random_keys(chunks)), (blocks,), ticket)
 
 
 # Turns.
@@ -105,7 +105,7 @@ def test_requests_without_an_answer_are_bounded(
     bystander.server.device.retrieves.close()
     worker_guest.send(retrieve(lease))
     bystander.server.device.retrieves.wait_until_held()
-    worker_guest.send(*(protocol.Cancel(100 + number, 20) for number in range(50)))
+    worker_guest.send(*(protocol.Cancel(100 + number, 1020) for number in range(50)))
     (connection,) = (
         transport.get_protocol()
         for session, transport in bystander.server.server._transports.items()
@@ -191,8 +191,8 @@ def test_retrieves_in_flight_drop_no_store(bystander: Bystander, worker_guest: S
     for slot in range(SLOTS):
         worker_guest.send(retrieve(lease, id=20 + slot, slot=slot, ticket=NEVER))
     session = next(s for s in bystander.server.server.sessions if s.label == "guest")
-    eventually(lambda: session.in_flight.retrieves == SLOTS)
-    assert session.in_flight.stores == 0
+    eventually(lambda: len(session.slots) == SLOTS)
+    assert session.stores == 0
     stored = worker_guest.ask(store(90))
     assert isinstance(stored, protocol.Stored)
     assert stored.stored == 1
@@ -325,7 +325,7 @@ def test_descriptors_that_come_with_later_messages_are_not_kept(
 
 
 def test_nobody_cancels_what_is_anothers(bystander: Bystander, worker_guest: Stranger) -> None:
-    """Neither by its request's id nor by its request's name."""
+    """Neither by its number nor by its request's name."""
     worker = bystander.worker
     bystander.server.device.retrieves.close()
     theirs = worker.retrieve("r", bystander.keys, range(8, 16))

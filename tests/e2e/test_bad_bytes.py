@@ -250,8 +250,8 @@ def test_random_bytes_after_the_greeting(
         protocol.Hello(1, "fuzz", "fuzz"),
         memory.register(2),
         protocol.Lookup(3, "r", tuple(bystander.keys)),
-        protocol.Retrieve(4, 1, 0, (protocol.pack_block_ids(ids(range(8))),), 0, 0, 1),
-        protocol.Store(5, b"", (b"k" * 32,), (protocol.pack_block_ids(ids(range(4))),), 0),
+        protocol.Retrieve(4, 8, 1, 0, (protocol.pack_block_ids(ids(range(8))),), 0, 0, 1),
+        protocol.Store(5, 9, b"", (b"k" * 32,), (protocol.pack_block_ids(ids(range(4))),), 0),
         protocol.EndRequest(6, "r"),
         protocol.GetStats(7),
     ]

@@ -94,11 +94,14 @@ class _Client(Client):
         block_ids: Sequence[BlockIds],
         layers_per_slice: int,
         ticket: Ticket | None = None,
+        number: int | None = None,
     ) -> Retrieve | None:
         assert isinstance(self.device, _TicketDevice)
         if self.device.is_holding:
             ticket = self.write_ticket()
-        return super().retrieve(request, lease, start_tokens, block_ids, layers_per_slice, ticket)
+        return super().retrieve(
+            request, lease, start_tokens, block_ids, layers_per_slice, ticket, number
+        )
 
 
 class _Log(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -98,20 +99,23 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
     keys = random_keys(1)
     worker.save(keys, range(4))
 
-    def transfer(fault: DeviceError | None) -> None:
+    def transfer(fault: DeviceError | None) -> str:
+        """What it is called."""
         valve = server.device.retrieves if direction == "retrieves" else server.device.stores
         if fault is not None:
             valve.fail_next(fault)
         if direction == "retrieves":
             retrieve = worker.retrieve("r", keys, range(4, 8))
             worker.wait(lambda: retrieve.is_acknowledged)
-        else:
-            worker.save(random_keys(1), range(4))
+            return f"retrieve {retrieve.number}"
+        return f"store {worker.save(random_keys(1), range(4)).number}"
 
-    for fault in (FAULT, FAULT, None, FAULT, OTHER_FAULT, OTHER_FAULT):
-        transfer(fault)
-    said = [record.getMessage().partition(" failed: ")[2] for record in caplog.records]
-    assert said == [str(FAULT), str(FAULT), str(OTHER_FAULT)]
+    faults = (FAULT, FAULT, None, FAULT, OTHER_FAULT, OTHER_FAULT)
+    names = [transfer(fault) for fault in faults]
+    assert len(set(names)) == len(faults)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{names[n]} of worker (pid {os.getpid()}) failed: {faults[n]}" for n in (0, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize("begin", [begin_retrieve, begin_store])

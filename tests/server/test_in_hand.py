@@ -158,7 +158,7 @@ def test_requests_of_a_connection_are_taken_up_in_order_and_others_go_on(
 
 def store_request(keys: Sequence[bytes]) -> protocol.Store:
     blocks = protocol.pack_block_ids(ids(range(len(keys) * BLOCKS_PER_CHUNK)))
-    return protocol.Store(3, b"", tuple(keys), (blocks,), 0)
+    return protocol.Store(3, 3, b"", tuple(keys), (blocks,), 0)
 
 
 @pytest.mark.parametrize("what", ["lookup", "store", "clear"])

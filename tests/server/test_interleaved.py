@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lamina.geometry import Geometry, Group, Layer
 from lamina.server import turns
 from lamina.server.arena import Arena
+from lamina.server.chunks import Room, end_room, make_room
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
-from lamina.server.store import Room, end_room, make_room
 from lamina.server.turns import Turns, at_once
 
 GEOMETRY = Geometry(16, (Group(16),), (Layer("0", 0, 1, mmap.PAGESIZE),))

@@ -52,12 +52,12 @@ def test_a_transfer_whose_ticket_is_not_there_holds_nobody_up(
     lane.submit(early)
     lane.submit(other)
     other.wait()
-    assert not early.ended.is_set()
+    assert not early.over.is_set()
     board.ticket = 4
     another = make("another")
     lane.submit(another)
     another.wait()
-    assert not early.ended.is_set(), "it went before its ticket"
+    assert not early.over.is_set(), "it went before its ticket"
     board.ticket = 5
     early.wait()
     assert log.entries[-2:] == ["early.0", "early.end"]
@@ -185,7 +185,7 @@ def test_a_transfer_ends_when_its_copies_have_taken_effect_and_the_next_starts_b
     assert log.entries == ["a.0", "b.0", "c.0"], "one ended before its copies were done"
     stream.complete(1)
     transfers[0].wait()
-    assert not transfers[1].ended.is_set()
+    assert not transfers[1].over.is_set()
     stream.complete(3)
     transfers[2].wait()
     assert log.entries[3:] == ["a.end", "b.end", "c.end"]
@@ -238,7 +238,7 @@ def test_a_transfer_on_a_stream_that_fails_ends_only_once_nothing_moves_any_more
     transfer = make("t")
     lane.submit(transfer)
     eventually(lambda: stream.fault is None)
-    assert not transfer.ended.is_set()
+    assert not transfer.over.is_set()
     stream.drained.set()
     transfer.wait()
     assert isinstance(transfer.error, DeviceError)
@@ -341,7 +341,7 @@ def test_a_store_does_not_wait_for_retrieves_for_ever(lane: Lane, stores: Lane, 
     assert retrieve.is_held.wait(PATIENCE_S)
     stores.submit(store)
     store.wait()
-    assert not retrieve.ended.is_set()
+    assert not retrieve.over.is_set()
 
 
 def test_a_retrieve_that_waits_for_its_ticket_holds_no_store_up(
@@ -353,7 +353,7 @@ def test_a_retrieve_that_waits_for_its_ticket_holds_no_store_up(
     lane.submit(retrieve)
     stores.submit(store)
     store.wait()
-    assert not retrieve.ended.is_set()
+    assert not retrieve.over.is_set()
     board.ticket = 1
     retrieve.wait()
 
@@ -364,7 +364,7 @@ def test_a_retrieve_never_waits_for_a_store(lane: Lane, stores: Lane, make: Make
     assert store.is_held.wait(PATIENCE_S)
     lane.submit(retrieve)
     retrieve.wait()
-    assert not store.ended.is_set()
+    assert not store.over.is_set()
 
 
 class ScriptedDevice(HostServerDevice):

@@ -83,7 +83,7 @@ def test_a_transfer_whose_copies_are_still_under_way_is_behind_too(log: Log, boa
 
 def test_what_must_wait_does_not_begin_at_once(lane: Lane, log: Log, board: Board) -> None:
     ticketed = Watched(log, board, "t")
-    ticketed._ticket = 5
+    ticketed.ticket = 5
     lane.submit(ticketed)
     assert not ticketed.threads
     board.ticket = 5

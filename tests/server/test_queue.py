@@ -7,31 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.board import Board
-from lamina.devices.base import CopyStream, EngineMemory
-from lamina.errors import DeviceError
-from lamina.server import queue
-from lamina.server.queue import FairQueue
-from lamina.server.transfer import Transfer
+from lamina.devices.base import EngineMemory
+from lamina.server import lane
+from lamina.server.lane import FairQueue
+from tests.support.lane import BareTransfer, NoMemory
 
 
-class NoMemory:
-    """Memory of an engine that is not there."""
-
-    addresses = ()
-
-    def close(self) -> None: ...
-
-
-class Named(Transfer):
+class Named(BareTransfer):
     def __init__(self, memory: EngineMemory, name: str, board: Board, ticket: int | None) -> None:
         super().__init__(memory, board, ticket)
         self.name = name
-
-    def run(self, stream: CopyStream) -> Iterator[None]:
-        raise NotImplementedError
-
-    def end(self, error: DeviceError | None) -> None:
-        raise NotImplementedError
 
 
 class Line:
@@ -103,10 +88,10 @@ def test_a_ticket_that_is_not_there_holds_nobody_up(line: Line) -> None:
 
 def test_workers_that_left_are_forgotten_and_those_that_wait_are_not(line: Line) -> None:
     line.add("z0", ticket=1)
-    for number in range(2 * queue._MAX_REMEMBERED):
+    for number in range(2 * lane._MAX_REMEMBERED):
         line.add(chr(1000 + number))
         line.take()
-    assert len(line.queue._last_turn) == queue._MAX_REMEMBERED
+    assert len(line.queue._last_turn) == lane._MAX_REMEMBERED
     assert len(line.queue._waiting) == 1
     line.board.ticket = 1
     assert line.take() == "z0"

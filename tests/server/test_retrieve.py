@@ -61,8 +61,8 @@ def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
 
 
 def _is_any_cancelled(server: ServerThread) -> bool:
-    in_flight = [f for session in server.server.sessions for f in session.transfers.values()]
-    return any(f.transfer.cancelled_as for f in in_flight)
+    in_flight = [t for session in server.server.sessions for t in session.transfers.values()]
+    return any(transfer.cancelled_as for transfer in in_flight)
 
 
 def _has_landed(retrieve: Retrieve, slices: int) -> bool:

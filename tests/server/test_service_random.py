@@ -28,7 +28,7 @@ from tests.support.worker import BLOCKS_PER_CHUNK, ids
 LAST_TICKET = 3
 CHAINS = [chain("a", "b", "c"), chain("a", "b", "d"), chain("e", "f")]
 any_numbers = st.integers(-(2**63), 2**63 - 1)
-FIELDS = ["another's lease", "lease", "blocks", "slot", "base", "width", "ticket"]
+FIELDS = ["number", "another's lease", "lease", "blocks", "slot", "base", "width", "ticket"]
 odd_blocks = st.lists(st.integers(-1, BLOCKS), max_size=12)
 
 
@@ -41,6 +41,7 @@ class Engine:
         self.pages = Pages()
         self.pages.memory[:] = self.mark = mark
         self.number = 0
+        self.transfers = 0
         self.waiting: dict[int, type[protocol.Message]] = {}
         self.written: set[int] = set()
         self.slots: set[int] = set()
@@ -57,6 +58,11 @@ class Engine:
         while (reply := self.receive()).id != self.number + 1:
             pass
         assert isinstance(reply, protocol.Pong)
+
+    def transfer(self, kind: type[protocol.Message], *fields: Any) -> None:
+        """Ask for a retrieve or a store, under the next number."""
+        self.transfers += 1
+        self.ask(kind, self.transfers, *fields)
 
     def receive(self) -> protocol.Reply:
         reply = self.stranger.receive()
@@ -100,7 +106,7 @@ class Conversations(RuleBasedStateMachine):
         self.connect("two")
         for keys in CHAINS:
             blocks = (protocol.pack_block_ids(ids(range(len(keys) * BLOCKS_PER_CHUNK))),)
-            self.engines[0].ask(protocol.Store, b"", tuple(keys), blocks, 0)
+            self.engines[0].transfer(protocol.Store, b"", tuple(keys), blocks, 0)
         self.engines[0].wait()
 
     @precondition(lambda self: len(self.engines) < 5)
@@ -133,7 +139,7 @@ class Conversations(RuleBasedStateMachine):
         blocks = data.draw(st.one_of(st.just(blocks), st.just(blocks), odd_blocks))
         ticket = data.draw(st.sampled_from([0, 0, 1, LAST_TICKET]))
         packed = (protocol.pack_block_ids(ids(blocks)),)
-        self.engine(data).ask(protocol.Store, parent, keys, packed, ticket)
+        self.engine(data).transfer(protocol.Store, parent, keys, packed, ticket)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), right=st.booleans())
@@ -142,9 +148,13 @@ class Conversations(RuleBasedStateMachine):
         engine = self.engine(data)
         engine.ask(protocol.Lookup, "r", (data.draw(st.sampled_from(CHAINS))[0],))
         lease = engine.leases[-1] if engine.leases else 0
+        engine.transfers += 1
+        number = engine.transfers
         slot, base, width, ticket = len(engine.slots) % SLOTS, 0, 1, None
         blocks = data.draw(st.permutations(range(BLOCKS)))[:BLOCKS_PER_CHUNK]
         match None if right else data.draw(st.sampled_from(FIELDS)):
+            case "number":  # a negative one, or mostly one that may be in use
+                number = data.draw(st.integers(-1, number))
             case "another's lease":
                 # What is drawn must not depend on how far the server is.
                 which = data.draw(st.integers(0, 9))
@@ -165,7 +175,7 @@ class Conversations(RuleBasedStateMachine):
         engine.written |= set(blocks)
         engine.slots.add(slot)
         packed = (protocol.pack_block_ids(ids(blocks)),)
-        engine.ask(protocol.Retrieve, lease, 0, packed, slot, base, width, ticket)
+        engine.ask(protocol.Retrieve, number, lease, 0, packed, slot, base, width, ticket)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
@@ -204,7 +214,7 @@ class Conversations(RuleBasedStateMachine):
         """One of a chunk that is seldom there, and all up to it."""
         engine = self.engine(data)
         packed = (protocol.pack_block_ids(ids(range(BLOCKS_PER_CHUNK))),)
-        engine.ask(protocol.Store, b"", tuple(chain(name)), packed, ticket)
+        engine.transfer(protocol.Store, b"", tuple(chain(name)), packed, ticket)
         engine.stranger.board.void_stores(ticket)
 
     @precondition(lambda self: self.engines)

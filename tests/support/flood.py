@@ -58,7 +58,7 @@ class Flood:
         for message in (
             protocol.Hello(0, f"flood {os.getpid()}", "flood"),
             protocol.Register(0, "host", GEOMETRY, PageMap((BLOCKS,), planes), (region,)),
-            protocol.Store(0, b"", self.keys, self.blocks, 1),
+            protocol.Store(0, 0, b"", self.keys, self.blocks, 1),
         ):
             self.socket.sendall(protocol.encode(message))
             while not self.frames.feed(self.socket.recv(1 << 16)):
@@ -71,7 +71,7 @@ class Flood:
                 yield protocol.encode(protocol.Lookup(number, f"r{number % REQUESTS}", self.keys))
             elif kind == "store":
                 keys = tuple(os.urandom(32) for _ in range(CHUNKS))
-                yield protocol.encode(protocol.Store(number, b"", keys, self.blocks, 1))
+                yield protocol.encode(protocol.Store(number, number, b"", keys, self.blocks, 1))
             elif kind == "ping":
                 yield protocol.encode(protocol.Ping(number))
             elif number <= SLOTS:
@@ -89,7 +89,7 @@ class Flood:
         if isinstance(reply, protocol.Found):
             number, layers = reply.id + SLOTS, len(GEOMETRY.layers)
             return protocol.encode(
-                protocol.Retrieve(number, reply.lease, 0, self.blocks, slot, 0, layers)
+                protocol.Retrieve(number, number, reply.lease, 0, self.blocks, slot, 0, layers)
             )
         return protocol.encode(protocol.Lookup(reply.id + SLOTS, f"r{slot}", self.keys))
 

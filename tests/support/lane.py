@@ -9,14 +9,23 @@ from typing import Any
 import numpy as np
 
 from lamina.board import Board
-from lamina.copies import CopyList
+from lamina.copies import CopyList, CopyPlan
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
+from lamina.geometry import Geometry, Group, Layer, PageMap
 from lamina.server.lane import Lane
 from lamina.server.transfer import Transfer
 
 PATIENCE_S = 20.0
 NO_COPIES = CopyList(*(np.empty(0, np.int64) for _ in range(3)))
+NO_PLAN = CopyPlan(
+    Geometry(1, (Group(1),), (Layer("0", 0, 1, 1),)),
+    PageMap((1,), ((),)),
+    region_addresses=(),
+    chunk_addresses=(),
+    start_tokens=0,
+    block_ids=(np.empty(0, np.int32),),
+)
 
 
 class NoMemory:
@@ -77,7 +86,14 @@ class Log:
         self.entries.append(entry)
 
 
-class ScriptedTransfer(Transfer):
+class BareTransfer(Transfer):
+    """A store of nothing by an engine that is not there; nobody waits for its end."""
+
+    def __init__(self, memory: EngineMemory, board: Board, ticket: int | None) -> None:
+        super().__init__(0, memory, board, ticket, NO_PLAN, (), 0.0, lambda call: call())
+
+
+class ScriptedTransfer(BareTransfer):
     """Notes `name.0`, `name.1`, … and `name.end`; may be held before a step, or break there."""
 
     def __init__(
@@ -100,8 +116,7 @@ class ScriptedTransfer(Transfer):
         self._fault = fault
         self.is_held = threading.Event()
         self.go_on = threading.Event()
-        self.ended = threading.Event()
-        self.error: DeviceError | None = None
+        self.over = threading.Event()
 
     def run(self, stream: CopyStream) -> Iterator[None]:
         for step in range(self._steps):
@@ -119,11 +134,11 @@ class ScriptedTransfer(Transfer):
     def end(self, error: DeviceError | None) -> None:
         self.error = error
         self._log(f"{self._name}.end")
-        assert not self.ended.is_set(), "ended twice"
-        self.ended.set()
+        assert not self.over.is_set(), "ended twice"
+        self.over.set()
 
     def wait(self) -> None:
-        assert self.ended.wait(PATIENCE_S), f"{self._name} has not ended"
+        assert self.over.wait(PATIENCE_S), f"{self._name} has not ended"
 
 
 class Make:

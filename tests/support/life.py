@@ -22,7 +22,6 @@ import numpy as np
 from lamina.board import TransferStatus
 from lamina.client import MISS, Gate, Retrieve, Store
 from lamina.errors import DeviceError
-from lamina.server.retrieve import RetrieveTransfer
 from lamina.server.sessions import Session
 from lamina.server.turns import at_once
 from lamina_lab.soak.pages import Pages, StreamDevice, content_of, content_of_run
@@ -459,8 +458,8 @@ class World:
     def _is_settled(self) -> bool:
         retrieves, stores = self.server.device.retrieves, self.server.device.stores
         for session in self._sessions:
-            for transfer in (in_flight.transfer for in_flight in session.transfers.values()):
-                valve = retrieves if isinstance(transfer, RetrieveTransfer) else stores
+            for transfer in session.transfers.values():
+                valve = stores if transfer.slot is None else retrieves
                 if transfer.is_ready() and not valve.is_holding:
                     return False
         return True

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from lamina import protocol
 from lamina.board import Board
@@ -19,6 +20,8 @@ from lamina.linux import wait_readable
 from lamina.settings import ClientSettings
 from tests.e2e.strangers import Pages
 from tests.support.worker import BLOCKS_PER_CHUNK, ids
+
+_Message = TypeVar("_Message", bound=protocol.Message)
 
 RECONNECT_EVERY_S = 0.5
 STORE_TIMEOUT_S = 4.0
@@ -55,13 +58,17 @@ class Greeted:
         self.board = Board.attach(fds[0])
 
     def expect(self, kind: type[protocol.Message]) -> int:
-        """The number of the next request, which is one of `kind`."""
+        """The id of the next request, which is one of `kind`."""
+        return self.next(kind).id
+
+    def next(self, kind: type[_Message]) -> _Message:
+        """The next request, which is one of `kind`."""
         header = self._socket.recv(protocol.FRAME_HEADER_BYTES, socket.MSG_WAITALL)
         body = self._socket.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
         (frame,) = self._frames.feed(header + body)
         request = protocol.decode_request(frame)
         assert isinstance(request, kind)
-        return request.id
+        return request
 
     def has_been_sent_nothing(self) -> bool:
         return not wait_readable(self._socket.fileno(), 0.0)

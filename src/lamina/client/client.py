@@ -85,7 +85,7 @@ class Client(Links):
                 time.sleep(pause_s)
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> Lookup:
-        """Ask how many of `keys` are held; a miss at once when the server is not usable.
+        """Ask how many of `keys` are there; a miss at once when the server is not usable.
 
         `keys` are those of a prompt's chunks from its start. The same request's former lease ends.
         """
@@ -105,15 +105,18 @@ class Client(Links):
         block_ids: Sequence[BlockIds],
         layers_per_slice: int,
         ticket: Ticket | None = None,
+        number: int | None = None,
     ) -> Retrieve | None:
         """Begin to retrieve leased chunks into blocks; None when the server is gone or all slots
         are taken: recompute then.
 
         `start_tokens` counts from the first leased chunk; `block_ids` has one array of int32 a
         group. `ticket` is one of `write_ticket`, where the blocks may still be written by work
-        enqueued before. The lease ends with the retrieve, however much of it was wanted, also if
-        the retrieve is refused. Raises `UsageError` or `GeometryError`: nothing has begun then,
-        and the lease stays.
+        enqueued before. `number` is what the retrieve is called, on the wire and in the server's
+        log; the client counts if none is given. No two transfers have the same that the server has
+        not answered: whoever gives numbers gives them to all retrieves and stores. The lease ends
+        with the retrieve, however much of it was wanted, also if the retrieve is refused. Raises
+        `UsageError` or `GeometryError`: nothing has begun then, and the lease stays.
         """
         self._check_registered()
         check_name("the request's name", request)
@@ -128,6 +131,7 @@ class Client(Links):
             checked_number("layers_per_slice", layers_per_slice),
             ticket.number if ticket is not None else None,
             self._clock() + self.settings.retrieve_timeout_ms / 1000,
+            number,
         )
         self._watchdog.watch()
         return retrieve
@@ -139,14 +143,20 @@ class Client(Links):
                 link.transfers.cancel(retrieve)
 
     def store(
-        self, parent: bytes, keys: Sequence[bytes], block_ids: Sequence[BlockIds], ticket: Ticket
+        self,
+        parent: bytes,
+        keys: Sequence[bytes],
+        block_ids: Sequence[BlockIds],
+        ticket: Ticket,
+        number: int | None = None,
     ) -> Store | None:
         """Begin to store full chunks after `ticket`, written since the last `poll`; None when there
         is no server. It is over after `store_timeout_ms` at the latest, at the next `poll`.
 
         `parent` is the key of the chunk before the first of `keys`, empty at the start of a prompt:
         under a wrong one, what is stored is never found. `block_ids` has one array of int32 a
-        group. Raises `UsageError` or `GeometryError`: nothing has begun then.
+        group; `number` is as a retrieve's. Raises `UsageError` or `GeometryError`: nothing has
+        begun then.
         """
         self._check_registered()
         check_parent(parent)
@@ -157,7 +167,7 @@ class Client(Links):
         if transfers is None:
             return None
         deadline_s = self._clock() + self.settings.store_timeout_ms / 1000
-        return transfers.store(parent, checked, block_ids, ticket.number, deadline_s)
+        return transfers.store(parent, checked, block_ids, ticket.number, deadline_s, number)
 
     def write_ticket(self, stream: Any = None) -> Ticket:
         """A ticket that is reached once everything enqueued on the compute stream is done.

@@ -58,8 +58,8 @@ class Connection:
         self.parting_word: protocol.ErrorReply | None = None
         """What the server said to the connection as a whole, mostly before it closed it."""
 
-    def call(self, make: Callable[[int], protocol.Message], on_reply: OnReply) -> int:
-        """Send `make(id)`; returns the id. `on_reply` is called by a later `pump`.
+    def call(self, make: Callable[[int], protocol.Message], on_reply: OnReply) -> None:
+        """Send `make(id)`, with an id of its own. `on_reply` is called by a later `pump`.
 
         Raises `UsageError` for what cannot be sent, and has then done nothing.
         """
@@ -68,7 +68,6 @@ class Connection:
         self._waiting[self._number] = on_reply
         self._unsent += frame
         self._flush()
-        return self._number
 
     def set_server_clock(self, server_clock_ns: int, asked_ns: int) -> None:
         """Note how far the server's monotonic clock is ahead (time namespaces may differ).

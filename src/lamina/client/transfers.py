@@ -16,6 +16,7 @@ at once, because the server publishes nothing of what it read, whether or not it
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -23,9 +24,10 @@ from typing import NamedTuple
 
 from lamina import protocol
 from lamina.board import Board, TransferStatus, reached
-from lamina.client.checks import checked_blocks
+from lamina.client.checks import checked_blocks, checked_number
 from lamina.client.connection import Connection
 from lamina.client.notices import Notices
+from lamina.errors import UsageError
 from lamina.geometry import BlockIds, Geometry, Slice
 
 _MAX_TICKETS = 1 << 30
@@ -41,10 +43,13 @@ class Ticket(NamedTuple):
 
 
 class Retrieve:
-    """One retrieve. Its owner is the engine's thread; the watchdog may `force` it."""
+    """One retrieve. Its owner is the engine's thread; the watchdog may `force` it.
+
+    `number` names it among the retrieves and stores of its connection."""
 
     def __init__(
         self,
+        number: int,
         request: str,
         board: Board,
         slot: int,
@@ -53,6 +58,7 @@ class Retrieve:
         deadline_s: float,
         is_server_dead: Callable[[], bool],
     ) -> None:
+        self.number = number
         self.request = request
         self.board = board
         self.slot = slot
@@ -60,7 +66,6 @@ class Retrieve:
         self.slices = slices
         self.deadline_s = deadline_s
         self.is_server_dead = is_server_dead
-        self.number = 0
         self.refusal: protocol.ErrorReply | None = None
         """Why the server refused it; its lease has ended then."""
         self.ended: protocol.Retrieved | None = None
@@ -132,9 +137,10 @@ class Retrieve:
 
 
 class Store:
-    """One store; the pages are the engine's again once `is_over`."""
+    """One store; the pages are the engine's again once `is_over`. `number` is as a retrieve's."""
 
-    def __init__(self, chunks: int, ticket: int, deadline_s: float) -> None:
+    def __init__(self, number: int, chunks: int, ticket: int, deadline_s: float) -> None:
+        self.number = number
         self.chunks = chunks
         self.ticket = ticket
         self.deadline_s = deadline_s
@@ -163,6 +169,9 @@ class Transfers:
         """In flight or given up, by slot, until acknowledged. The watchdog reads it."""
         self.stores: set[Store] = set()
         """Those that are not over."""
+        self._numbers = itertools.count(1)
+        self._unanswered: set[int] = set()
+        """The numbers that the server may have in use: also those of stores that are given up."""
         self._tickets = 0
         self._has_stored = False
 
@@ -190,17 +199,19 @@ class Transfers:
         layers_per_slice: int,
         ticket: int | None,
         deadline_s: float,
+        number: int | None = None,
     ) -> Retrieve:
         """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`.
 
         Raises `GeometryError` for a width that does not fit the layers, and as `checked_blocks`;
-        `UsageError` for what cannot be sent. It takes no slot then.
+        `UsageError` for what cannot be sent, and for a number in use. It takes no slot then.
         """
         slices = self._geometry.slices(layers_per_slice)
         packed = self._packed(block_ids)
         slot = self._free_slots[-1]
         self._board.reset(slot)
         retrieve = Retrieve(
+            self._free_number(number),
             request,
             self._board,
             slot,
@@ -209,9 +220,10 @@ class Transfers:
             deadline_s,
             self._connection.is_server_dead,
         )
-        retrieve.number = self._connection.call(
-            lambda number: protocol.Retrieve(
-                number,
+        self._connection.call(
+            lambda request_id: protocol.Retrieve(
+                request_id,
+                retrieve.number,
                 lease,
                 start_tokens,
                 packed,
@@ -222,6 +234,7 @@ class Transfers:
             ),
             lambda reply: self._retrieve_ended(retrieve, reply),
         )
+        self._unanswered.add(retrieve.number)
         self._free_slots.pop()
         self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF
         self.retrieves[slot] = retrieve
@@ -231,7 +244,7 @@ class Transfers:
         """Give up a retrieve. Its pages are free when it `is_over`, not before."""
         if not retrieve.is_acknowledged and not self._connection.is_lost:
             self._connection.call(
-                lambda number: protocol.Cancel(number, retrieve.number), lambda _: None
+                lambda request_id: protocol.Cancel(request_id, retrieve.number), lambda _: None
             )
 
     def store(
@@ -241,15 +254,19 @@ class Transfers:
         block_ids: Sequence[BlockIds],
         ticket: int,
         deadline_s: float,
+        number: int | None = None,
     ) -> Store:
         """Begin a store; see `protocol.Store`. Raises as `checked_blocks`, or `UsageError` for what
-        cannot be sent."""
-        store = Store(len(keys), ticket, deadline_s)
+        cannot be sent, and for a number in use."""
         packed = self._packed(block_ids)
+        store = Store(self._free_number(number), len(keys), ticket, deadline_s)
         self._connection.call(
-            lambda number: protocol.Store(number, parent, tuple(keys), packed, ticket),
+            lambda request_id: protocol.Store(
+                request_id, store.number, parent, tuple(keys), packed, ticket
+            ),
             lambda reply: self._store_ended(store, reply),
         )
+        self._unanswered.add(store.number)
         self.stores.add(store)
         return store
 
@@ -289,11 +306,26 @@ class Transfers:
             store.is_over = True
         self.stores.clear()
 
+    def _free_number(self, given: int | None) -> int:
+        """The number of the next transfer: what the engine has given, or the next that is free."""
+        if given is None:
+            return next(number for number in self._numbers if number not in self._unanswered)
+        number = checked_number("the transfer's number", given)
+        if number < 0:
+            raise UsageError(f"the transfer's number {number} is negative", "Count from 0 on")
+        if number in self._unanswered:
+            raise UsageError(
+                f"the number {number} is that of a transfer which the server has not answered",
+                "Give every retrieve and store a number of its own",
+            )
+        return number
+
     def _packed(self, block_ids: Sequence[BlockIds]) -> tuple[bytes, ...]:
         arrays = checked_blocks(block_ids, len(self._geometry.groups))
         return tuple(protocol.pack_block_ids(ids) for ids in arrays)
 
     def _retrieve_ended(self, retrieve: Retrieve, reply: protocol.Reply | None) -> None:
+        self._unanswered.discard(retrieve.number)
         if reply is None:
             retrieve.force(TransferStatus.SERVER_DIED)
             return  # lost, not over: `end` comes once the server is known to be done with it
@@ -311,6 +343,7 @@ class Transfers:
         self._free_slots.append(retrieve.slot)
 
     def _store_ended(self, store: Store, reply: protocol.Reply | None) -> None:
+        self._unanswered.discard(store.number)
         if reply is None:
             return
         store.refusal = self._notices.answered(protocol.Store, reply)

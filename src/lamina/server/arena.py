@@ -1,4 +1,4 @@
-"""The arena: the host memory that holds chunks, and who has which part of it.
+"""The arena: the host memory of all chunks, and who has which part of it.
 
 Anonymous memory on huge pages, reserved at once and filled (touched) segment by segment by a
 background thread, so that the server answers long before a large arena is resident. Only filled

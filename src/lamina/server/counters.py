@@ -15,7 +15,7 @@ class Counters:
     hit_chunks: int = 0
     leases_expired: int = 0
     leases_refused: int = 0
-    """Hits told as misses because their engine held too many leases."""
+    """Hits told as misses because their engine had too many leases."""
     retrieves: int = 0
     retrieves_failed: int = 0
     retrieved_bytes: int = 0

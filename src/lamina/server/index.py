@@ -1,4 +1,4 @@
-"""Which chunks the server holds: lookup, pins, and eviction when there is no room.
+"""Which chunks the server has: lookup, pins, and eviction when there is no room.
 
 The index is a forest: a chunk's parent is the chunk before it in its prompt. A chunk can be found
 only once it is whole, and evicted only when it is whole, unpinned and has no children, least
@@ -122,7 +122,7 @@ class Index:
         return True
 
     def reserve(self, key: bytes, parent: Chunk | None, nbytes: int, layout: bytes) -> Chunk | None:
-        """Room for a chunk that is not held yet, evicting as needed (`make_room` does it in turns);
+        """Room for a chunk that is not there, evicting as needed (`make_room` does it in turns);
         None when there is none.
 
         The chunk comes pinned once and is not found before `commit`. `parent` must be pinned, or it
@@ -150,7 +150,7 @@ class Index:
     def discard(self, chunk: Chunk) -> None:
         """A reserved chunk will not become whole: forget it. Ends the pin of `reserve`.
 
-        Another store may still hold it as present in its chain; nobody reads it.
+        Another store may still count it as present in its chain; nobody reads it.
         """
         self.pins -= 1
         chunk.pins -= 1

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from lamina.errors import ErrorCode, RequestRefusedError
+from lamina.errors import ErrorCode, refuse
 from lamina.server.index import Chunk, Index
 from lamina.server.turns import CHUNKS_PER_TURN, KEYS_PER_TURN, Pace, Turns, at_once
 
@@ -69,10 +69,10 @@ class LeaseTable:
         """The lease, if it is this engine's; raises `RequestRefusedError` otherwise."""
         lease = self._leases.get(number)
         if lease is None or lease.engine != engine:
-            raise RequestRefusedError(
-                ErrorCode.UNKNOWN_LEASE,
+            raise refuse(
                 f"there is no lease {number}",
                 "It ended or ran out: look the prompt up again, or recompute",
+                ErrorCode.UNKNOWN_LEASE,
             )
         return lease
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lamina import protocol
-from lamina.errors import ErrorCode, GeometryError, RequestRefusedError
+from lamina.errors import ErrorCode, GeometryError, refuse
 from lamina.geometry import BlockIds, Geometry
 from lamina.keys import KEY_BYTES
 from lamina.server.sessions import Session
@@ -37,11 +37,6 @@ MAX_STORES = 256
 TRANSFER_TTL_S = 300.0
 """How long a transfer may take to end, waiting for its ticket included. Clients give up earlier:
 this is for those that do not, so that nothing stays pinned or reserved for ever."""
-
-
-def refuse(cause: str, remedy: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> RequestRefusedError:
-    """The error to raise for a request that cannot be served."""
-    return RequestRefusedError(code, cause, remedy)
 
 
 def check_hello(request: protocol.Hello) -> None:
@@ -119,9 +114,13 @@ def check_description(description: bytes) -> None:
 
 
 def check_number(session: Session, number: int) -> None:
-    """A transfer is named by the id of its request."""
+    """The number by which a session names its next transfer."""
+    if number < 0:
+        raise refuse(f"the transfer number {number} is negative", "Use numbers from 0 on")
     if number in session.transfers:
-        raise refuse(f"request id {number} is in use", "Give every request its own id")
+        raise refuse(
+            f"the transfer number {number} is in use", "Use it again once that transfer is answered"
+        )
 
 
 def check_slot(session: Session, request: protocol.Retrieve) -> None:
@@ -131,16 +130,16 @@ def check_slot(session: Session, request: protocol.Retrieve) -> None:
             f"slot {request.slot} with base {request.base} is not on the board",
             f"Use slots below {session.board.slots} and 32-bit counts",
         )
-    if any(in_flight.slot == request.slot for in_flight in session.transfers.values()):
+    if request.slot in session.slots:
         raise refuse(f"slot {request.slot} belongs to a transfer in flight", "Use a free slot")
 
 
 def check_retrieves(session: Session, blocks: int) -> None:
     """Whether a session may have one more retrieve in flight."""
-    held = session.in_flight
-    if held.retrieves >= MAX_RETRIEVES or held.blocks + blocks > MAX_RETRIEVED_BLOCKS:
+    retrieves = len(session.slots)
+    if retrieves >= MAX_RETRIEVES or session.blocks + blocks > MAX_RETRIEVED_BLOCKS:
         raise refuse(
-            f"{held.retrieves} retrieves of {held.blocks} blocks are in flight already",
+            f"{retrieves} retrieves of {session.blocks} blocks are in flight already",
             "Wait until some have ended, or recompute",
             ErrorCode.BUSY,
         )
@@ -152,20 +151,31 @@ def unpack(packed: tuple[bytes, ...]) -> list[BlockIds]:
 
 
 class StoreBudget:
-    """How much of the arena stores on their way may hold, so that none waits on another's ticket.
+    """How much of the arena stores on their way may reserve, so that none waits on another's
+    ticket; and what they have, each session's and all together.
 
     A session may reserve as much as it leaves for all others: half of it alone, a third each when
     two do their worst.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
+        """By all sessions, those included that have ended and whose stores have not."""
 
     def chunks_for(self, session: Session, chunk_bytes: int) -> int:
         """How many chunks the session's next store may reserve."""
-        own = session.in_flight
-        if own.stores >= MAX_STORES:
+        if session.stores >= MAX_STORES:
             return 0
-        share = (self._capacity_bytes - self.reserved_bytes + own.reserved_bytes) // 2
-        return max((share - own.reserved_bytes) // chunk_bytes, 0 if own.stores else 1)
+        own_bytes = session.reserved_bytes
+        share_bytes = (self.capacity_bytes - self.reserved_bytes + own_bytes) // 2
+        return max((share_bytes - own_bytes) // chunk_bytes, 0 if session.stores else 1)
+
+    def reserve(self, session: Session, nbytes: int) -> None:
+        """Count what a session's store may take of the arena from now on."""
+        session.reserved_bytes += nbytes
+        self.reserved_bytes += nbytes
+
+    def give_back(self, session: Session, nbytes: int) -> None:
+        """Count what it does not need, or does not reserve any more."""
+        self.reserve(session, -nbytes)

@@ -28,7 +28,7 @@ from lamina.server.listener import MAX_SESSIONS, Listener
 from lamina.server.mappings import Memories
 from lamina.server.memory import arena_bytes, memory_limits
 from lamina.server.rpc import Connection, handlers_of
-from lamina.server.service import Service
+from lamina.server.service import Cache, Service
 from lamina.server.sessions import Session, Sessions
 from lamina.server.status import StatusServer, status_app
 from lamina.server.turns import Chores
@@ -73,18 +73,13 @@ class Server:
         self._clock = clock
         self._begun_s = time.monotonic()
         service = Service(
-            self.index,
-            self.leases,
+            settings,
+            Cache(self.index, self.leases, self.budget, self._chores),
             self.lanes,
-            self.sessions,
             self._memories,
-            self._chores,
+            self.sessions,
             self.counters,
-            settings.chunk_tokens,
-            settings.lease_ttl_s,
-            self.budget,
             clock,
-            self.arena.capacity_bytes,
             self.gauges,
         )
         self._handlers = handlers_of(service)

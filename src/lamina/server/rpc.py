@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self, _: object = None) -> None:
         """A turn of the request in hand, to its end even if nobody waits for its answer any more:
-        so nothing that it holds is left over."""
+        so nothing of it is left over."""
         if not self._handle_a_part():
             return
         self._session.in_hand = False

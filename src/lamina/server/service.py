@@ -8,85 +8,76 @@ once. `rpc.handlers_of` checks the methods against the protocol, so everything e
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass
 
 from lamina import __version__, protocol
 from lamina.board import TransferStatus
-from lamina.copies import CopyPlan
-from lamina.errors import (
-    CopyDeniedError,
-    DeviceError,
-    ErrorCode,
-    GeometryError,
-    RequestRefusedError,
-)
+from lamina.errors import CopyDeniedError, ErrorCode, GeometryError, refuse
 from lamina.geometry import check_block_ids
 from lamina.server import limits, logs
-from lamina.server.counters import Counters
-from lamina.server.index import Chunk, Index
-from lamina.server.lane import Lane, Lanes
-from lamina.server.leases import LeaseTable
-from lamina.server.mappings import Memories
-from lamina.server.retrieve import Landed, RetrieveTransfer, pin_for_retrieve
-from lamina.server.sessions import InFlight, Session, Sessions, Worker
-from lamina.server.store import (
+from lamina.server.chunks import (
     Room,
-    Saved,
-    StoreTransfer,
     blocks_of_chunks,
     end_room,
     make_room,
     no_room,
+    pin_for_retrieve,
 )
-from lamina.server.transfer import Transfer
+from lamina.server.counters import Counters
+from lamina.server.index import Chunk, Index
+from lamina.server.lane import Lanes
+from lamina.server.leases import LeaseTable
+from lamina.server.mappings import Memories
+from lamina.server.sessions import Session, Sessions, Worker
+from lamina.server.transfer import Slot, Transfer
 from lamina.server.turns import Chores, Turns, in_turns
+from lamina.settings import ServerSettings
 
-log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Which chunks there are, who may rely on them, what stores may reserve, and what remains to be
+    done after requests."""
+
+    index: Index
+    leases: LeaseTable
+    budget: limits.StoreBudget
+    chores: Chores
 
 
 class Service:
-    """The handlers. `gauges` adds current values to the counters in `Stats`."""
+    """The handlers. `clock` is what transfers run out by; `gauges` adds current values to the
+    counters in `Stats`."""
 
     def __init__(
         self,
-        index: Index,
-        leases: LeaseTable,
+        settings: ServerSettings,
+        cache: Cache,
         lanes: Lanes,
-        sessions: Sessions,
         memories: Memories,
-        chores: Chores,
+        sessions: Sessions,
         counters: Counters,
-        chunk_tokens: int,
-        lease_ttl_s: float,
-        budget: limits.StoreBudget,
         clock: Callable[[], float],
-        arena_bytes: int,
         gauges: Callable[[], dict[str, float]],
     ) -> None:
-        self._index = index
-        self._leases = leases
+        self._settings = settings
+        self._index = cache.index
+        self._leases = cache.leases
+        self._budget = cache.budget
+        self._chores = cache.chores
         self._lanes = lanes
-        self._sessions = sessions
         self._memories = memories
-        self._chores = chores
+        self._sessions = sessions
         self._counters = counters
-        self._chunk_tokens = chunk_tokens
-        self._lease_ttl_s = lease_ttl_s
-        self._budget = budget
         self._clock = clock
-        self._arena_bytes = arena_bytes
         self._gauges = gauges
 
     def hello(self, session: Session, request: protocol.Hello) -> protocol.Welcome:
         if session.engine:
-            raise limits.refuse("the connection said hello before", "Say it once")
+            raise refuse("the connection said hello before", "Say it once")
         limits.check_hello(request)
         session.engine = request.engine
         session.label, session.model = request.label, request.model
@@ -94,8 +85,8 @@ class Service:
         return protocol.Welcome(
             request.id,
             __version__,
-            self._chunk_tokens,
-            self._lease_ttl_s,
+            self._settings.chunk_tokens,
+            self._settings.lease_ttl_s,
             time.monotonic_ns(),
             session.number,
         )
@@ -103,21 +94,22 @@ class Service:
     def register(self, session: Session, request: protocol.Register) -> Turns[protocol.Registered]:
         session.need_hello()
         if session.worker is not None:
-            raise RequestRefusedError(
-                ErrorCode.ALREADY_REGISTERED,
+            raise refuse(
                 f"{session} has registered its KV memory before",
                 "Register once per connection; reconnect to register anew",
+                ErrorCode.ALREADY_REGISTERED,
             )
         limits.check_regions(request)
         limits.check_description(request.description)
         geometry = request.geometry
+        sizes = [region.nbytes for region in request.regions]
         try:
-            limits.check_chunk(geometry, self._chunk_tokens, self._arena_bytes)
-            request.page_map.check(geometry, [region.nbytes for region in request.regions])
+            limits.check_chunk(geometry, self._settings.chunk_tokens, self._budget.capacity_bytes)
+            request.page_map.check(geometry, sizes)
         except GeometryError as error:
-            raise RequestRefusedError(ErrorCode.BAD_GEOMETRY, error.cause, error.remedy) from error
+            raise refuse(error.cause, error.remedy, ErrorCode.BAD_GEOMETRY) from error
         if request.device not in self._lanes.devices:
-            raise limits.refuse(
+            raise refuse(
                 f"this server has no device {request.device!r}",
                 f"It has {', '.join(self._lanes.devices)}",
             )
@@ -128,13 +120,12 @@ class Service:
                 device, session.peer, session.board, request.regions
             )
         except CopyDeniedError as error:
-            raise RequestRefusedError(ErrorCode.COPY_DENIED, error.cause, error.remedy) from error
-        nbytes = sum(region.nbytes for region in request.regions)
+            raise refuse(error.cause, error.remedy, ErrorCode.COPY_DENIED) from error
         worker = Worker(
             request.device,
             geometry,
             request.page_map,
-            nbytes,
+            sum(sizes),
             memory,
             self._memories,
             *lanes,
@@ -182,11 +173,11 @@ class Service:
         chunks = self._leases.get(session.need_hello(), request.lease).chunks
         addresses = yield from pin_for_retrieve(self._index, chunks, worker.geometry.digest)
         try:
-            landed = self._begin_retrieve(session, worker, request, addresses)
+            transfer = self._begin_retrieve(session, worker, request, addresses)
         except Exception:
             self._index.unpin(chunks)
             raise
-        return self._retrieved(session, request, chunks, landed)
+        return self._retrieved(session, request, chunks, transfer)
 
     def _begin_retrieve(
         self,
@@ -194,7 +185,7 @@ class Service:
         worker: Worker,
         request: protocol.Retrieve,
         addresses: array[int],
-    ) -> Awaitable[Landed]:
+    ) -> Transfer:
         """Of chunks at `addresses`, which are pinned for it."""
         lease = self._leases.get(session.engine, request.lease)  # it may have ended meanwhile
         geometry = worker.geometry
@@ -203,55 +194,49 @@ class Service:
         check_block_ids(geometry, worker.page_map, request.start_tokens, covered, block_ids)
         slices = geometry.slices(request.layers_per_slice)
         limits.check_slot(session, request)
-        limits.check_number(session, request.id)
+        limits.check_number(session, request.transfer)
         blocks = sum(map(len, block_ids))
         limits.check_retrieves(session, blocks)
-        plan = CopyPlan(
-            geometry,
-            worker.page_map,
-            worker.memory.addresses,
-            addresses,
-            request.start_tokens,
-            block_ids,
-        )
-        make = partial(
-            RetrieveTransfer,
+        transfer = Transfer(
+            request.transfer,
             worker.memory,
             session.board,
             request.ticket,
-            plan,
+            worker.plan(addresses, request.start_tokens, block_ids),
             slices,
-            request.slot,
-            request.base,
-        )
-        return self._begin(
-            session,
-            request.id,
-            worker.retrieves,
-            make,
+            begun_s=self._clock(),
+            on_loop=asyncio.get_running_loop().call_soon_threadsafe,
+            slot=Slot(request.slot, request.base),
             request=lease.request,
-            slot=request.slot,
             blocks=blocks,
         )
+        session.begin(transfer)
+        worker.retrieves.submit(transfer)
+        return transfer
 
     async def _retrieved(
         self,
         session: Session,
         request: protocol.Retrieve,
         chunks: tuple[Chunk, ...],
-        landed: Awaitable[Landed],
+        transfer: Transfer,
     ) -> protocol.Retrieved:
-        status, nbytes, first_slice_us, total_us, error = await landed
-        _log_failure("retrieve", session, error)
-        session.finish(request.id)
+        await transfer.ended.wait()
+        session.finish(transfer)
         self._index.unpin(chunks)
         self._leases.end(session.engine, request.lease)
         self._counters.retrieves += 1
-        self._counters.retrieves_failed += bool(status)
-        self._counters.retrieved_bytes += nbytes
-        self._counters.first_slice_us += first_slice_us
-        self._counters.retrieve_us += total_us
-        return protocol.Retrieved(request.id, status, nbytes, first_slice_us, total_us)
+        self._counters.retrieves_failed += bool(transfer.status)
+        self._counters.retrieved_bytes += transfer.nbytes
+        self._counters.first_slice_us += transfer.first_slice_us
+        self._counters.retrieve_us += transfer.total_us
+        return protocol.Retrieved(
+            request.id,
+            transfer.status,
+            transfer.nbytes,
+            transfer.first_slice_us,
+            transfer.total_us,
+        )
 
     def store(self, session: Session, request: protocol.Store) -> Turns[Awaitable[protocol.Stored]]:
         worker = session.need_worker()
@@ -261,41 +246,34 @@ class Service:
         covered = len(request.keys) * geometry.chunk_tokens
         tokens = check_block_ids(geometry, worker.page_map, 0, covered, block_ids)
         if tokens != covered:
-            raise limits.refuse(
+            raise refuse(
                 f"blocks for {tokens} tokens, but {len(request.keys)} chunks have {covered}",
                 "Store full chunks",
             )
-        limits.check_number(session, request.id)
+        limits.check_number(session, request.transfer)
         room, chunk_bytes = no_room(), geometry.chunk_bytes
         most_chunks = min(self._budget.chunks_for(session, chunk_bytes), len(request.keys))
-        self._budget.reserved_bytes += most_chunks * chunk_bytes  # others reserve between our turns
+        self._budget.reserve(session, most_chunks * chunk_bytes)  # others do between our turns
         if most_chunks:
             room = yield from make_room(
                 self._index, geometry, request.parent, request.keys, most_chunks
             )
-        nbytes = len(room.reserved) * chunk_bytes
-        self._budget.reserved_bytes += nbytes - most_chunks * chunk_bytes
-        chosen = blocks_of_chunks(geometry, block_ids, room.numbers)
-        plan = CopyPlan(
-            geometry,
-            worker.page_map,
-            worker.memory.addresses,
-            room.addresses,
-            0,
-            chosen,
-        )
-        make = partial(
-            StoreTransfer,
-            worker.memory,
-            session.board,
-            request.ticket,
-            plan,
-            len(geometry.layers),
-        )
-        saved = None
+        self._budget.give_back(session, (most_chunks - len(room.reserved)) * chunk_bytes)
+        transfer = None
         if room.reserved:
-            saved = self._begin(session, request.id, worker.stores, make, reserved_bytes=nbytes)
-        return self._stored(session, request, room, nbytes, saved)
+            transfer = Transfer(
+                request.transfer,
+                worker.memory,
+                session.board,
+                request.ticket,
+                worker.plan(room.addresses, 0, blocks_of_chunks(geometry, block_ids, room.numbers)),
+                geometry.slices(len(geometry.layers)),
+                begun_s=self._clock(),
+                on_loop=asyncio.get_running_loop().call_soon_threadsafe,
+            )
+            session.begin(transfer)
+            worker.stores.submit(transfer)
+        return self._stored(session, request, room, len(room.reserved) * chunk_bytes, transfer)
 
     async def _stored(
         self,
@@ -303,21 +281,19 @@ class Service:
         request: protocol.Store,
         room: Room,
         nbytes: int,
-        saved: Awaitable[Saved] | None,
+        transfer: Transfer | None,
     ) -> protocol.Stored:
         status, is_void = TransferStatus.OK, False
-        if saved is not None:
-            status, error = await saved
-            _log_failure("store", session, error)
+        if transfer is not None:
+            await transfer.ended.wait()
             # After the copies, or their bytes would prove nothing; before a session that has ended
             # closes the board, on which an engine that lost the connection still writes.
-            is_void = session.board.is_void(request.ticket)
-        if is_void:
-            status = TransferStatus.CANCELLED
+            is_void = transfer.is_void
+            status = TransferStatus.CANCELLED if is_void else transfer.status
         await in_turns(end_room(self._index, room, is_whole=not status))
-        self._budget.reserved_bytes -= nbytes
-        if saved is not None:
-            session.finish(request.id)  # a server that stops waits for this
+        self._budget.give_back(session, nbytes)
+        if transfer is not None:
+            session.finish(transfer)  # a server that stops waits for this
         present = len(room.present) - bool(room.present and request.parent)
         stored = 0 if status else len(room.reserved)
         dropped = len(request.keys) - present - stored
@@ -331,17 +307,17 @@ class Service:
         return protocol.Stored(request.id, status, stored, present, dropped)
 
     def cancel(self, session: Session, request: protocol.Cancel) -> Awaitable[protocol.Cancelled]:
-        in_flight = session.transfers.get(request.transfer)
-        if in_flight is not None:
-            in_flight.transfer.cancel()
-        return self._cancelled(request.id, in_flight.ended if in_flight else None)
+        transfer = session.transfers.get(request.transfer)
+        if transfer is not None:
+            transfer.cancel()
+        return self._cancelled(request, transfer)
 
     async def _cancelled(
-        self, number: int, ended: asyncio.Future[None] | None
+        self, request: protocol.Cancel, transfer: Transfer | None
     ) -> protocol.Cancelled:
-        if ended is not None:
-            await ended
-        return protocol.Cancelled(number)
+        if transfer is not None:
+            await transfer.ended.wait()
+        return protocol.Cancelled(request.id)
 
     def end_lease(self, session: Session, request: protocol.EndLease) -> protocol.Done:
         self._leases.end(session.need_hello(), request.lease)
@@ -350,7 +326,7 @@ class Service:
     def end_request(self, session: Session, request: protocol.EndRequest) -> protocol.Done:
         self._leases.end_request(session.need_hello(), request.request)
         for other in self._sessions.of_engine(session.engine):
-            other.cancel(lambda in_flight: in_flight.request == request.request)
+            other.cancel(lambda transfer: transfer.request == request.request)
         return protocol.Done(request.id)
 
     def end_session(
@@ -358,17 +334,17 @@ class Service:
     ) -> Awaitable[protocol.Done]:
         engine, former = session.need_hello(), self._sessions.find(request.session)
         if former is not None and (former is session or former.engine != engine):
-            raise limits.refuse(
-                "the session is not a former one of this engine", "Name one that is"
-            )
+            raise refuse("the session is not a former one of this engine", "Name one that is")
         if former is not None:
             former.hang_up()
-        return self._session_ended(request.id, former)
+        return self._session_ended(request, former)
 
-    async def _session_ended(self, number: int, former: Session | None) -> protocol.Done:
+    async def _session_ended(
+        self, request: protocol.EndSession, former: Session | None
+    ) -> protocol.Done:
         if former is not None:
             await former.over.wait()
-        return protocol.Done(number)
+        return protocol.Done(request.id)
 
     def ping(self, session: Session, request: protocol.Ping) -> protocol.Pong:
         return protocol.Pong(request.id)
@@ -389,41 +365,3 @@ class Service:
         session.need_hello()
         logs.set_level(request.level)
         return protocol.Done(request.id)
-
-    def _begin(
-        self,
-        session: Session,
-        number: int,
-        lane: Lane,
-        make: Callable[[Callable[[_Result], None]], Transfer],
-        *,
-        request: str | None = None,
-        slot: int | None = None,
-        blocks: int = 0,
-        reserved_bytes: int = 0,
-    ) -> Awaitable[_Result]:
-        """Give a transfer to its lane; what comes back is how it ended."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[_Result] = loop.create_future()
-        transfer = make(lambda value: _on_loop(loop, result, value))
-        ended = loop.create_future()
-        begun_s = self._clock()
-        session.begin(
-            number, InFlight(transfer, begun_s, ended, request, slot, blocks, reserved_bytes)
-        )
-        lane.submit(transfer)
-        return result
-
-
-def _log_failure(kind: str, session: Session, error: DeviceError | None) -> None:
-    """Say why a transfer failed, once until one does not: a thousand may of an engine that dies."""
-    failure = "" if error is None else str(error)
-    if failure not in ("", session.failure):
-        log.warning("a %s of %s failed: %s", kind, session, failure)
-    session.failure = failure
-
-
-def _on_loop(
-    loop: asyncio.AbstractEventLoop, result: asyncio.Future[_Result], value: _Result
-) -> None:
-    loop.call_soon_threadsafe(result.set_result, value)

@@ -1,4 +1,4 @@
-"""Sessions: one per connection, with what the server holds for the process at its other end.
+"""Sessions: one per connection, with what the server has for the process at its other end.
 
 A session ends when its socket closes or its process dies, whichever is seen first. Its leases end,
 in turns; its transfers are cancelled; its memory, on another thread, and then its board and pidfd
@@ -11,14 +11,15 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina import protocol
 from lamina.board import Board, TransferStatus
+from lamina.copies import CopyPlan
 from lamina.devices.base import EngineMemory
-from lamina.errors import ErrorCode, RequestRefusedError
-from lamina.geometry import Geometry, PageMap
+from lamina.errors import ErrorCode, refuse
+from lamina.geometry import BlockIds, Geometry, PageMap
 from lamina.linux import Peer
 from lamina.server.lane import Lane
 from lamina.server.mappings import Memories
@@ -44,38 +45,14 @@ class Worker:
     stores: Lane
     description: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A transfer that has not ended: a retrieve with its `request`, its `slot` and how many
-    `blocks` it fills, or a store with what it has reserved of the arena."""
-
-    transfer: Transfer
-    begun_s: float
-    ended: asyncio.Future[None]
-    request: str | None = None
-    slot: int | None = None
-    blocks: int = 0
-    reserved_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Held:
-    """What all transfers in flight of a session hold."""
-
-    retrieves: int = 0
-    blocks: int = 0
-    stores: int = 0
-    reserved_bytes: int = 0
-
-    def count(self, transfer: InFlight, sign: int) -> None:
-        """Add a transfer that begins, or (`sign` -1) take away one that has ended."""
-        if transfer.request is None:
-            self.stores += sign
-        else:
-            self.retrieves += sign
-        self.blocks += sign * transfer.blocks
-        self.reserved_bytes += sign * transfer.reserved_bytes
+    def plan(
+        self, chunk_addresses: Sequence[int], start_tokens: int, block_ids: Sequence[BlockIds]
+    ) -> CopyPlan:
+        """The copies between chunks and this worker's pages."""
+        regions = self.memory.addresses
+        return CopyPlan(
+            self.geometry, self.page_map, regions, chunk_addresses, start_tokens, block_ids
+        )
 
 
 class Session:
@@ -90,8 +67,15 @@ class Session:
         self.worker: Worker | None = None
         self.in_hand = False
         """Whether a request of it has been taken up and takes its turns."""
-        self.transfers: dict[int, InFlight] = {}  # by the id of the request that began it
-        self.in_flight = Held()
+        self.transfers: dict[int, Transfer] = {}
+        """Those that have not ended, by number. Below is what they take together."""
+        self.slots: set[int] = set()
+        """One of each retrieve."""
+        self.blocks = 0
+        """Into which all retrieves go."""
+        self.stores = 0
+        self.reserved_bytes = 0
+        """By all stores, also one that still makes room; `StoreBudget` counts them."""
         self.number = 0
         self.failure = ""
         """Why its last transfer failed; empty after one that did not."""
@@ -114,7 +98,7 @@ class Session:
         return protocol.EngineStats(self.label, self.model, self.peer.pid, device, nbytes)
 
     def log(self, event: str) -> None:
-        """Say what has become of it. Of connections that hold no KV memory, as those of a scheduler
+        """Say what has become of it. Of connections without KV memory, as those of a scheduler
         or a command line, only debugging wants to know."""
         fields: dict[str, object] = {"label": self.label, "model": self.model}
         if self.worker is not None:
@@ -125,42 +109,52 @@ class Session:
     def need_hello(self) -> str:
         """The engine's name; raises `RequestRefusedError` before Hello."""
         if not self.engine:
-            raise RequestRefusedError(
-                ErrorCode.BAD_REQUEST, "the connection has not said hello", "Send Hello first"
-            )
+            raise refuse("the connection has not said hello", "Send Hello first")
         return self.engine
 
     def need_worker(self) -> Worker:
         """What the connection registered; raises `RequestRefusedError` before Register."""
         if self.worker is None:
-            raise RequestRefusedError(
-                ErrorCode.NOT_REGISTERED,
+            raise refuse(
                 "the connection has registered no KV memory",
                 "Send Register first",
+                ErrorCode.NOT_REGISTERED,
             )
         return self.worker
 
-    def begin(self, number: int, in_flight: InFlight) -> None:
+    def begin(self, transfer: Transfer) -> None:
         """Note a transfer before its lane gets it."""
-        self.transfers[number] = in_flight
-        self.in_flight.count(in_flight, 1)
+        self.transfers[transfer.number] = transfer
+        self.blocks += transfer.blocks
+        if transfer.slot is None:
+            self.stores += 1
+        else:
+            self.slots.add(transfer.slot.number)
 
-    def finish(self, number: int) -> None:
-        """Its lane has ended it."""
-        in_flight = self.transfers.pop(number)
-        self.in_flight.count(in_flight, -1)
-        in_flight.ended.set_result(None)
+    def finish(self, transfer: Transfer) -> None:
+        """It has ended, and nothing is kept for it any more. Says why one failed, once until one
+        does not: a thousand may of an engine that dies."""
+        failure = "" if transfer.error is None else str(transfer.error)
+        if failure not in ("", self.failure):
+            log.warning("%s of %s failed: %s", transfer, self, failure)
+        self.failure = failure
+        del self.transfers[transfer.number]
+        self.blocks -= transfer.blocks
+        if transfer.slot is None:
+            self.stores -= 1
+        else:
+            self.slots.remove(transfer.slot.number)
         self._close_if_over()
 
     def cancel(
         self,
-        wanted: Callable[[InFlight], bool],
+        wanted: Callable[[Transfer], bool],
         status: TransferStatus = TransferStatus.CANCELLED,
     ) -> None:
         """Ask the lanes to stop the transfers that `wanted` picks."""
-        for in_flight in self.transfers.values():
-            if wanted(in_flight):
-                in_flight.transfer.cancel(status)
+        for transfer in self.transfers.values():
+            if wanted(transfer):
+                transfer.cancel(status)
 
     def end(self) -> None:
         """The connection is gone."""
@@ -228,8 +222,7 @@ class Sessions:
         Raises `RequestRefusedError` when this process never gave the number out.
         """
         if not self._process < number <= self._process + self._given_out:
-            raise RequestRefusedError(
-                ErrorCode.BAD_REQUEST,
+            raise refuse(
                 f"this server has had no session {number}",
                 "Only the server that gave it out, or its death, can end it",
             )
@@ -258,10 +251,10 @@ class Sessions:
     def cancel_overdue(self, begun_before_s: float) -> int:
         """Cancel the transfers that began before a time; return how many were not yet."""
         overdue = [
-            in_flight.transfer
+            transfer
             for session in self._live
-            for in_flight in session.transfers.values()
-            if in_flight.begun_s < begun_before_s and not in_flight.transfer.cancelled_as
+            for transfer in session.transfers.values()
+            if transfer.begun_s < begun_before_s and not transfer.cancelled_as
         ]
         for transfer in overdue:
             transfer.cancel()

@@ -1,71 +1,44 @@
-"""A store: full chunks out of a worker's pages into the arena."""
+"""The chunks of a transfer: those that a retrieve pins, those that a store finds or makes room for.
+
+Used by the server's event loop only, in turns (`turns`).
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from lamina.board import Board, TransferStatus
-from lamina.copies import CopyPlan
-from lamina.devices.base import CopyStream, EngineMemory
-from lamina.errors import DeviceError
+from lamina.errors import RequestRefusedError, refuse
 from lamina.geometry import BlockIds, Geometry
 from lamina.server.index import Chunk, Index
-from lamina.server.transfer import Transfer
 from lamina.server.turns import Pace, Turns, each_part
 
 
-class Saved(NamedTuple):
-    """How a store ended: with OK, all bytes of all its chunks are in."""
+def pin_for_retrieve(index: Index, chunks: Sequence[Chunk], layout: bytes) -> Turns[array[int]]:
+    """Pin leased chunks once more; return their addresses.
 
-    status: TransferStatus
-    error: DeviceError | None
-
-
-class StoreTransfer(Transfer):
-    """Copies whole chunks, all or nothing. `ended` is called on the lane's thread.
-
-    One that the engine voids on its board is cancelled by that, so that the lane spends no more
-    time on it. Whoever makes the chunks findable looks again (`Board.is_void`).
+    Raises `RequestRefusedError`, with nothing pinned, when one has another layout.
     """
+    addresses = array("q")
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        board: Board,
-        ticket: int,
-        plan: CopyPlan,
-        layers: int,
-        ended: Callable[[Saved], None],
-    ) -> None:
-        super().__init__(memory, board, ticket)
-        self._is_void = partial(board.is_void, ticket)
-        self._plan = plan
-        self._layers = layers
-        self._ended = ended
-        self._is_whole = False
+    def pin(part: Sequence[Chunk]) -> None:
+        if any(chunk.layout != layout for chunk in part):
+            raise refuse(
+                "the leased chunks were stored with another geometry",
+                "Make the geometry part of the namespace of the keys",
+            )
+        index.pin(part)
+        addresses.extend([chunk.address for chunk in part])
 
-    @property
-    def cancelled_as(self) -> TransferStatus | None:
-        if self._cancelled_as is None and self._is_void():
-            return TransferStatus.CANCELLED
-        return self._cancelled_as
-
-    def run(self, stream: CopyStream) -> Iterator[None]:
-        for batch in self._plan.batches(0, self._layers):
-            yield
-            stream.copy(self.memory, batch)
-        self._is_whole = True
-
-    def end(self, error: DeviceError | None) -> None:
-        status = TransferStatus.OK
-        if error is not None or not self._is_whole:
-            status = self.cancelled_as or TransferStatus.COPY_FAILED
-        self._ended(Saved(status, error))
+    try:
+        yield from each_part(chunks, pin)
+    except RequestRefusedError:
+        index.unpin(chunks[: len(addresses)])
+        raise
+    return addresses
 
 
 class Room(NamedTuple):
