@@ -21,7 +21,7 @@ from lamina.geometry import (
     PlanePages,
     check_block_ids,
 )
-from tests.support.worker import ids
+from lamina_lab.known.content import ids
 
 CHUNK_TOKENS = 64
 PAGE_BYTES = 100

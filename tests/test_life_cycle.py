@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lamina_lab.soak.pages import chain
+from lamina_lab.known.content import chain
 from tests.support.life import GEOMETRY, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
@@ -176,9 +176,9 @@ class LifeCycle(RuleBasedStateMachine):
     def preempt(self, number: int, prompt: str) -> None:
         """A request in flight begins again, on other pages."""
         life, retrieve = self.world.retrieves[number % len(self.world.retrieves)]
-        life.end_request(retrieve.retrieve.request)
-        if life.lookup(retrieve.retrieve.request, PROMPTS[prompt]):
-            life.retrieve(retrieve.retrieve.request, 0, 1, 1, ticketed=False)
+        life.end_request(retrieve.request)
+        if life.lookup(retrieve.request, PROMPTS[prompt]):
+            life.retrieve(retrieve.request, 0, 1, 1, ticketed=False)
 
     @precondition(lambda self: self.world.retrieves)
     @rule(number=st.integers(0, 7))
@@ -192,11 +192,11 @@ class LifeCycle(RuleBasedStateMachine):
         self.happened["deadlines"] += 1
         self.world.busy[number % len(self.world.busy)].pass_deadlines()
 
-    @precondition(lambda self: self.world.saving and self.may_happen("giving up", 4))
+    @precondition(lambda self: self.world.storing and self.may_happen("giving up", 4))
     @rule(number=st.integers(0, 7))
     def give_up_stores(self, number: int) -> None:
         self.happened["giving up"] += 1
-        life = self.world.saving[number % len(self.world.saving)]
+        life = self.world.storing[number % len(self.world.storing)]
         life.give_up_stores()
         life.poll()
 

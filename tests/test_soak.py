@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lamina.board import TransferStatus
-from lamina_lab.soak.pages import chain
+from lamina_lab.known.content import chain
 from tests.support.life import GEOMETRY, Life, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
@@ -98,8 +98,8 @@ class Soak:
     def preempt(self) -> None:
         if retrieves := self.world.retrieves:
             life, retrieve = self.random.choice(retrieves)
-            life.end_request(retrieve.retrieve.request)
-            life.lookup(retrieve.retrieve.request, self.prompt())
+            life.end_request(retrieve.request)
+            life.lookup(retrieve.request, self.prompt())
 
     def cancel(self) -> None:
         if retrieves := self.world.retrieves:

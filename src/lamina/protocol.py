@@ -179,7 +179,7 @@ class Cancel(Message, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """Nothing more of that transfer will be read or written. Its number is free with its own reply."""
+    """Nothing more of that transfer will be read or written. Its own reply frees its number."""
 
 
 class EndLease(Message, frozen=True):

@@ -24,8 +24,7 @@ def world(socket_path: Path) -> Iterator[World]:
 def worker(server: ServerThread) -> Iterator[PageWorker]:
     """One whose server holds `KEYS`."""
     worker = PageWorker(server.settings.socket)
-    worker.fill(BLOCKS)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     yield worker
     worker.close()
 

@@ -12,9 +12,10 @@ import pytest
 from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import UsageError
+from lamina_lab.known.content import random_keys
 from tests.support.server import ServerProcess, connected_client
 from tests.support.wait import eventually
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, random_keys
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 KEYS = random_keys(2)
 BLOCKS = range(2 * BLOCKS_PER_CHUNK)
@@ -106,8 +107,7 @@ def test_the_server_sees_the_parent_leave_while_a_child_lives_on(server: ServerP
 def test_a_lost_connections_board_is_not_kept_either(server: ServerProcess) -> None:
     before = things_of_clients()
     worker = PageWorker(server.socket)
-    worker.fill(BLOCKS)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     worker.retrieve("r", KEYS, BLOCKS)
     assert worker.client._link is not None
     worker.client._link.connection.close()
@@ -121,8 +121,7 @@ def test_a_lost_connections_board_is_not_kept_either(server: ServerProcess) -> N
 
 def test_the_parent_goes_on_whatever_its_child_does_with_the_client(server: ServerProcess) -> None:
     worker = PageWorker(server.socket)
-    worker.fill(BLOCKS)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     client = worker.client
     lookup = client.lookup("r", KEYS)
 

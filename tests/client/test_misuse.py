@@ -36,10 +36,11 @@ from lamina.client import (
     UsageError,
 )
 from lamina.client.lookup import LookupResult
+from lamina_lab.known.content import equal_layers, ids, random_keys
 from tests.support.misused import BLOCKS, ELSEWHERE, KEYS, find, new_client, retrieve
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import PageWorker, ids, random_keys, small_geometry
+from tests.support.worker import PageWorker
 
 LONE = "\udc80"
 """What JSON may contain and UTF-8 may not."""
@@ -112,7 +113,7 @@ def test_a_wrong_parent_is_never_found_and_does_no_harm(
 ) -> None:
     """Only the engine knows which chunk is its prompt's first."""
     chain = random_keys(3)
-    stored = worker.save(chain[1:], BLOCKS)
+    stored = worker.store(chain[1:], BLOCKS)
     assert stored.ended is not None
     assert stored.ended.stored == 2
     assert worker.client.lookup("r", chain).wait(20) == MISS
@@ -266,7 +267,7 @@ def test_an_answer_that_nobody_has_read_in_time_is_no_miss(
 ) -> None:
     now_s = 0.0
     worker = PageWorker(socket_path, clock=lambda: now_s)
-    worker.save(KEYS, BLOCKS)
+    worker.store(KEYS, BLOCKS)
     lookup = worker.client.lookup("r", KEYS)
     server.after_reading(lambda: None)
     now_s = 1000.0
@@ -291,6 +292,6 @@ def test_everything_that_is_needed_is_named_in_one_place() -> None:
         assert hasattr(lamina, name)
     errors = (GeometryError, RequestRefusedError, SettingsError, UsageError)
     assert all(issubclass(error, LaminaError) for error in errors)
-    geometry = small_geometry()
+    geometry = equal_layers()
     namespace = Namespace(model="m", weights="w", dtype="u8", geometry=geometry.digest)
     assert len(KeyChain(namespace, 64).extend(range(128))) == 2

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from lamina.client import MISS, ErrorCode, GeometryError, TransferStatus
+from lamina_lab.known.content import ids, random_keys
 from tests.support.misused import BLOCKS, ELSEWHERE, KEYS, find, retrieve
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, ids, random_keys
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 # Block ids
 
@@ -28,8 +29,7 @@ from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, ids, random_keys
 def test_other_integers_are_taken_as_block_ids(worker: PageWorker, given: Any) -> None:
     begun = retrieve(worker, find(worker), block_ids=[given])
     assert begun.outcome is TransferStatus.OK
-    for left, right in zip(worker.read(BLOCKS), worker.read(ELSEWHERE), strict=True):
-        assert (left == right).all()
+    worker.expect_chunks(KEYS, ELSEWHERE)
     ticket = worker.client.write_ticket()
     store = worker.client.store(b"", random_keys(2), [given], ticket)
     assert store is not None
@@ -144,7 +144,7 @@ def test_a_lookup_and_a_store_say_why_they_were_refused(
     for _ in range(3):
         lookup = worker.client.lookup("r", twice)
         assert lookup.wait(20) == MISS
-        store = worker.save(twice, BLOCKS)
+        store = worker.store(twice, BLOCKS)
         for refusal in (lookup.refusal, store.refusal):
             assert refusal is not None
             assert refusal.cause == "a key is named twice"
@@ -155,6 +155,6 @@ def test_a_lookup_and_a_store_say_why_they_were_refused(
     caplog.clear()
     assert worker.client.lookup("r", KEYS).wait(20) != MISS
     worker.client.lookup("r", twice).wait(20)
-    worker.save(twice, BLOCKS)
+    worker.store(twice, BLOCKS)
     said = [record.getMessage() for record in caplog.records]
     assert [sum(kind in line for line in said) for kind in kinds] == [1, 0], "lookups were well"

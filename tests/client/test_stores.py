@@ -12,8 +12,9 @@ from lamina import protocol
 from lamina.board import Board, TransferStatus
 from lamina.client import Store
 from lamina.errors import ErrorCode
+from lamina_lab.known.content import ids
 from tests.support.played import STORE_TIMEOUT_S, Greeted, World
-from tests.support.worker import BLOCKS_PER_CHUNK, ids
+from tests.support.worker import BLOCKS_PER_CHUNK
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lamina.client.notices import Notices
 from lamina.client.transfers import Store, Transfers
 from lamina.errors import ErrorCode, GeometryError
 from lamina.geometry import Geometry, Group, Layer
-from tests.support.worker import ids
+from lamina_lab.known.content import ids
 
 LAYERS = 4
 DEADLINE_S = 1e9

@@ -18,17 +18,18 @@ import msgspec
 import numpy as np
 
 from lamina import protocol
-from lamina.board import Board, TransferStatus
+from lamina.board import Board
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ErrorCode
 from lamina.geometry import Geometry, PageMap, PlanePages
+from lamina_lab.known.content import equal_layers, ids, random_keys
 from tests.support.server import ServerThread
 from tests.support.wait import PATIENCE_S
-from tests.support.worker import PageWorker, ids, random_keys, small_geometry
+from tests.support.worker import PageWorker
 
 SLOTS = 8
 BLOCKS = 16
-GEOMETRY = small_geometry(layers=4)
+GEOMETRY = equal_layers(layers=4)
 
 
 class Stranger:
@@ -92,19 +93,11 @@ class Bystander:
         self.server = server
         self.worker = PageWorker(server.settings.socket, GEOMETRY, BLOCKS)
         self.keys = random_keys(2)
-        self.worker.fill(range(8), seed=1)
-        self.expected = self.worker.read(range(8))
-        self.worker.save(self.keys, range(8))
+        self.worker.populate(self.keys, range(8))
 
     def check(self) -> None:
         """It is served, its chunks are there, and nobody left anything pinned."""
-        target = list(range(8, 16))
-        self.worker.poison(target)
-        retrieve = self.worker.retrieve("bystander", self.keys, target)
-        self.worker.wait(lambda: retrieve.is_acknowledged)
-        assert retrieve.outcome is TransferStatus.OK
-        for got, wanted in zip(self.worker.read(target), self.expected, strict=True):
-            assert np.array_equal(got, wanted)
+        self.worker.check_hit("bystander", self.keys, range(8, 16))
 
 
 class Pages:

@@ -18,6 +18,7 @@ from lamina import protocol
 from lamina.errors import ErrorCode
 from lamina.server import limits, listener, rpc
 from lamina.server.sessions import Session
+from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import (
     GEOMETRY,
     SLOTS,
@@ -31,7 +32,6 @@ from tests.e2e.strangers import (
 )
 from tests.support.server import ServerProcess, connected_client
 from tests.support.wait import eventually
-from tests.support.worker import ids, random_keys
 
 NEVER = 1
 """A ticket that nobody writes."""
@@ -178,7 +178,7 @@ def test_stores_on_their_way_take_half_of_the_arena_and_no_more(
     reserved = bystander.server.gauges()["arena_reserved_bytes"]
     assert 0 < reserved <= capacity / 2
     bystander.check()
-    saved = bystander.worker.save(random_keys(4), range(16))
+    saved = bystander.worker.store(random_keys(4), range(16))
     assert saved.ended is not None
     assert saved.ended.stored == 4
     worker_guest.close()

@@ -24,6 +24,7 @@ from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.settings import ClientSettings
+from lamina_lab.known.content import ids
 from tests.e2e.strangers import (
     BLOCKS,
     SLOTS,
@@ -36,7 +37,6 @@ from tests.e2e.strangers import (
 )
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import ids
 
 # The greeting.
 

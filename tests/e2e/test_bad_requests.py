@@ -22,6 +22,7 @@ from lamina.client import MISS
 from lamina.errors import ErrorCode, GeometryError, RequestRefusedError, SettingsError
 from lamina.geometry import Geometry, Group, PageMap, PlanePages
 from lamina.linux import Peer, peer_of
+from lamina_lab.known.content import equal_layers, ids, random_keys
 from tests.e2e.strangers import (
     BLOCKS,
     GEOMETRY,
@@ -35,7 +36,7 @@ from tests.e2e.strangers import (
     retrieve,
 )
 from tests.support.server import ServerProcess, connected_client
-from tests.support.worker import PageWorker, ids, random_keys, small_geometry
+from tests.support.worker import PageWorker
 
 # Messages at the wrong time.
 
@@ -92,7 +93,7 @@ def test_a_worker_registers_once(worker_guest: Stranger, pages: Pages) -> None:
 
 
 def test_an_arena_smaller_than_one_chunk(guest: Stranger) -> None:
-    pages = Pages(small_geometry(layers=2, page_bytes=256 << 10))
+    pages = Pages(equal_layers(layers=2, page_bytes=256 << 10))
     reply = guest.ask(pages.register(5))
     assert_refused(reply, ErrorCode.BAD_GEOMETRY, "one chunk takes 2097152 bytes", "--arena")
 
@@ -101,7 +102,7 @@ def test_a_client_is_told_that_the_arena_is_smaller_than_one_chunk(
     bystander: Bystander, socket_path: Path
 ) -> None:
     with pytest.raises(RequestRefusedError, match=r"the arena has 1048576.*--arena"):
-        PageWorker(socket_path, small_geometry(layers=2, page_bytes=256 << 10))
+        PageWorker(socket_path, equal_layers(layers=2, page_bytes=256 << 10))
 
 
 def test_another_chunk_size_than_the_servers(guest: Stranger) -> None:
@@ -303,7 +304,7 @@ def test_chunks_of_another_geometry_are_not_retrieved(
     bystander: Bystander, guest: Stranger
 ) -> None:
     """Equal keys for different layouts are an engine's mistake; bytes do not fit."""
-    pages = Pages(small_geometry(layers=2))
+    pages = Pages(equal_layers(layers=2))
     guest.ask(pages.register(2))
     reply = guest.ask(retrieve(lease_of(guest, bystander)))
     assert_refused(reply, ErrorCode.BAD_REQUEST, "another geometry", "namespace")
@@ -355,7 +356,7 @@ def test_copies_that_become_forbidden_fail_their_transfers_alone(
         forbid_copies(patch)
         retrieve = worker.retrieve("r", bystander.keys, range(8, 16))
         worker.wait(lambda: retrieve.is_acknowledged)
-        store = worker.save(keys, range(4))
+        store = worker.store(keys, range(4))
     assert retrieve.outcome is TransferStatus.COPY_FAILED
     assert store.ended is not None
     assert (store.ended.status, store.ended.stored) == (TransferStatus.COPY_FAILED, 0)

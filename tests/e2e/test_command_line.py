@@ -23,6 +23,7 @@ from lamina.errors import SettingsError
 from lamina.server.counters import Counters
 from lamina.server.main import Server
 from lamina.settings import ClientSettings, ServerSettings
+from lamina_lab.known.content import random_keys
 from tests.e2e.strangers import (
     BLOCKS,
     GEOMETRY,
@@ -30,7 +31,7 @@ from tests.e2e.strangers import (
 )
 from tests.support.server import ServerThread
 from tests.support.shown import shown
-from tests.support.worker import PageWorker, random_keys
+from tests.support.worker import PageWorker
 
 # Settings.
 
@@ -113,7 +114,7 @@ def test_version(cli: Cli) -> None:
 
 def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> None:
     worker = PageWorker(socket_path, GEOMETRY, BLOCKS, model="a model")
-    worker.save(random_keys(3), range(12))
+    worker.store(random_keys(3), range(12))
     said = cli("status", "--socket", str(socket_path))
     assert said.code == 0
     assert "chunks" in said.out

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from lamina.board import TransferStatus
+from lamina_lab.known.content import random_keys
 from tests.support.flood import BLOCKS_PER_CHUNK, GEOMETRY
 from tests.support.flood import CHUNKS as CHUNKS_OF_FLOOD
 from tests.support.server import ServerProcess
-from tests.support.worker import PageWorker, ids, random_keys
+from tests.support.worker import PageWorker
 
 CHUNKS = 4 * CHUNKS_OF_FLOOD
 BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
@@ -60,7 +61,7 @@ class Victim:
 
     def __init__(self, path: Path) -> None:
         self.worker, self.keys = PageWorker(path, GEOMETRY, BLOCKS), random_keys(CHUNKS)
-        self.worker.fill(range(BLOCKS))
+        self.worker.compute(self.keys, range(BLOCKS))
 
     def hit_s(self) -> float:
         """The median time from asking to the last byte."""
@@ -76,10 +77,9 @@ class Victim:
             if result.chunks == CHUNKS:
                 break
             # The arena is still filling, or a flood of stores was the last to use it.
-            self.worker.save(self.keys, range(BLOCKS))
+            self.worker.store(self.keys, range(BLOCKS))
         layers = len(GEOMETRY.layers)
-        retrieve = client.retrieve("victim", result.lease, 0, [ids(range(BLOCKS))], layers)
-        assert retrieve is not None
+        retrieve = self.worker.begin_retrieve("victim", result.lease, range(BLOCKS), layers)
         while not retrieve.is_acknowledged:
             client._link.connection.wait(1.0)
         assert retrieve.outcome is TransferStatus.OK

@@ -17,11 +17,12 @@ import pytest
 from lamina import protocol
 from lamina.client.transfers import Ticket
 from lamina.errors import ErrorCode
+from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import Stranger, assert_refused
 from tests.support.full_pipe import FullPipe
 from tests.support.server import ServerProcess, ServerThread, connected_client
 from tests.support.wait import eventually
-from tests.support.worker import PageWorker, ids, random_keys
+from tests.support.worker import PageWorker
 
 Serve = Callable[..., ServerProcess]
 

@@ -10,7 +10,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import MISS, Retrieve
 from lamina.errors import ServerUnavailableError
+from lamina_lab.known.content import random_keys
 from tests.support.server import ServerProcess, connected_client
 from tests.support.wait import PATIENCE_S, eventually
 from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
@@ -77,15 +78,13 @@ class _Engine:
     def __init__(self, socket: Path) -> None:
         self.worker = PageWorker(socket)
 
-    def save(self, seed: int) -> int:
-        self.worker.fill(BLOCKS, seed)
-        store = self.worker.save(KEYS, BLOCKS)
+    def populate(self) -> int:
+        store = self.worker.populate(KEYS, BLOCKS)
         return store.ended.stored if store.ended is not None else 0
 
-    def retrieve(self) -> bytes:
-        retrieve = self.worker.retrieve("r", KEYS, TARGET)
-        self.worker.wait(lambda: retrieve.is_acknowledged)
-        return bytes_of(self.worker, TARGET)
+    def check_hit(self) -> bool:
+        self.worker.check_hit("r", KEYS, TARGET)
+        return True
 
     def begin_to_retrieve(self) -> int:
         """With a second lease that is not used."""
@@ -113,31 +112,6 @@ def start_engine(socket_path: Path) -> Iterator[Callable[[], EngineProcess]]:
     yield start
     for engine in engines:
         engine.kill()
-
-
-def bytes_of(worker: PageWorker, blocks: Sequence[int]) -> bytes:
-    return b"".join(pages.tobytes() for pages in worker.read(blocks))
-
-
-def expected_bytes(worker: PageWorker, seed: int) -> bytes:
-    """What an engine stored that filled the same blocks with the same seed."""
-    worker.fill(BLOCKS, seed)
-    return bytes_of(worker, BLOCKS)
-
-
-def store_and_retrieve(worker: PageWorker, seed: int) -> None:
-    """Store the chunks if need be, retrieve them elsewhere and compare every byte."""
-    expected = expected_bytes(worker, seed)
-    worker.save(KEYS, BLOCKS)
-    retrieve_and_compare(worker, expected)
-
-
-def retrieve_and_compare(worker: PageWorker, expected: bytes) -> None:
-    worker.poison(TARGET)
-    retrieve = worker.retrieve("r", KEYS, TARGET)
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
-    assert bytes_of(worker, TARGET) == expected
 
 
 def begin_retrieve(worker: PageWorker) -> Retrieve:
@@ -172,13 +146,12 @@ def test_chunks_outlive_the_engine_that_stored_them_and_are_hit_by_others(
 ) -> None:
     start_server()
     engine, ours = start_engine(), make_worker()
-    expected = expected_bytes(ours, seed=7)
-    assert engine.call("save", 7) == CHUNKS
-    retrieve_and_compare(ours, expected)
+    assert engine.call("populate") == CHUNKS
+    ours.check_hit("r", KEYS, TARGET)
     engine.kill()
     restarted = start_engine()
-    assert restarted.call("retrieve") == expected
-    retrieve_and_compare(ours, expected)
+    assert restarted.call("check_hit")
+    ours.check_hit("r", KEYS, TARGET)
 
 
 def test_an_engine_killed_in_mid_retrieve_leaves_nothing_behind(
@@ -189,11 +162,10 @@ def test_an_engine_killed_in_mid_retrieve_leaves_nothing_behind(
 ) -> None:
     start_server(*SLOW)
     engine, ours = start_engine(), make_worker()
-    expected = expected_bytes(ours, seed=8)
-    ours.save(KEYS, BLOCKS)
+    ours.populate(KEYS, BLOCKS)
     assert 0 < engine.call("begin_to_retrieve") < len(ours.geometry.layers)
     engine.kill()
-    retrieve_and_compare(ours, expected)
+    ours.check_hit("r", KEYS, TARGET)
     observer = connected_client(socket_path)
 
     def stats() -> dict[str, float]:
@@ -215,8 +187,7 @@ def test_a_server_killed_in_mid_retrieve_ends_every_wait_and_its_successor_is_us
 ) -> None:
     server = start_server(*SLOW)
     worker = make_worker(reconnect_every_ms=20)
-    worker.fill(BLOCKS, seed=9)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     retrieve = begin_retrieve(worker)
     server.send(signal.SIGKILL)
     wait_for_layers(worker, retrieve)
@@ -229,7 +200,9 @@ def test_a_server_killed_in_mid_retrieve_ends_every_wait_and_its_successor_is_us
     worker.wait(lambda: worker.client.is_usable)
     lookup = worker.client.lookup("r", KEYS)
     assert lookup.wait(20) == MISS, "the new server has none of the old one's chunks"
-    store_and_retrieve(worker, seed=10)
+    others = random_keys(CHUNKS)
+    worker.populate(others, BLOCKS)
+    worker.check_hit("r", others, TARGET)
 
 
 @pytest.mark.parametrize("failure", ["deadline", "connection"])
@@ -240,8 +213,7 @@ def test_pages_of_a_failed_retrieve_stay_quarantined_until_a_stopped_server_is_d
     clock_s = 0.0
     server = start_server(*SLOW)
     worker = make_worker(clock=lambda: clock_s)
-    worker.fill(BLOCKS, seed=11)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     retrieve = begin_retrieve(worker)
     server.send(signal.SIGSTOP)
     if failure == "deadline":
@@ -269,8 +241,7 @@ def test_a_server_that_goes_on_after_a_deadline_ends_the_quarantine_with_its_rep
     clock_s = 0.0
     server = start_server(*SLOW)
     worker = make_worker(clock=lambda: clock_s)
-    expected = expected_bytes(worker, seed=12)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     retrieve = begin_retrieve(worker)
     server.send(signal.SIGSTOP)
     clock_s += worker.client.settings.retrieve_timeout_ms / 1000
@@ -280,7 +251,7 @@ def test_a_server_that_goes_on_after_a_deadline_ends_the_quarantine_with_its_rep
     worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.TIMED_OUT, "a late success is no success"
     assert worker.client.quarantined == 0
-    retrieve_and_compare(worker, expected)
+    worker.check_hit("r", KEYS, TARGET)
 
 
 # The server stops and goes on.
@@ -291,8 +262,7 @@ def test_a_stopped_server_costs_hits_but_no_hang_and_is_used_again_when_it_goes_
 ) -> None:
     server = start_server()
     worker = make_worker(suspect_after_ms=500, lookup_timeout_ms=50)
-    expected = expected_bytes(worker, seed=13)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     server.send(signal.SIGSTOP)
     asked = worker.client.lookup("asked", KEYS)
     worker.wait(lambda: asked.result == MISS)
@@ -302,7 +272,7 @@ def test_a_stopped_server_costs_hits_but_no_hang_and_is_used_again_when_it_goes_
     server.send(signal.SIGCONT)
     worker.wait(lambda: worker.client.is_usable)
     observer = connected_client(worker.client.settings.socket)
-    retrieve_and_compare(worker, expected)
+    worker.check_hit("r", KEYS, TARGET)
     worker.client.end_request("r")
 
     def leases() -> float:
@@ -320,15 +290,14 @@ def test_sigterm_answers_what_is_in_flight_and_leaves_no_socket(
 ) -> None:
     server = start_server(*SLOW)
     worker = make_worker()
-    expected = expected_bytes(worker, seed=14)
-    worker.save(KEYS, BLOCKS)
+    worker.populate(KEYS, BLOCKS)
     retrieve = begin_retrieve(worker)
     server.send(signal.SIGTERM)
     worker.wait(lambda: worker.client.lookup("late", KEYS).wait(20) == MISS)
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is TransferStatus.OK
     assert retrieve.ended is not None
-    assert bytes_of(worker, TARGET) == expected
+    worker.expect_chunks(KEYS, TARGET)
     assert server.process.wait(20) == 0
     assert not socket_path.exists()
     worker.wait(lambda: not worker.client.is_usable)

@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from lamina.board import Board, TransferStatus
+from lamina.board import TransferStatus
 from lamina.client import Client, FixedPolicy, Retrieve, Ticket
 from lamina.geometry import BlockIds
 from lamina.settings import ClientSettings
+from lamina_lab.known.stream import StreamDevice
 from lamina_lab.reference.request import Request, State
-from lamina_lab.soak.pages import StreamDevice
 from tests.lab.reference.engines import (
     SHARED,
     SMALL,
@@ -66,25 +66,8 @@ class FaultEngine(Remote):
         return State(self.call("state", request))
 
 
-class _TicketDevice(StreamDevice):
-    """A host device whose tickets are written at once, unless they are held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_holding = False
-
-    def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
-        super().write_ticket(board, ticket, stream)
-        if not self.is_holding:
-            self.compute()
-
-    def release(self) -> None:
-        self.is_holding = False
-        self.compute()
-
-
 class _Client(Client):
-    """Retrieves carry a ticket too while tickets are held."""
+    """Retrieves carry a ticket too while the stream, and with it tickets, is stopped."""
 
     def retrieve(
         self,
@@ -96,8 +79,8 @@ class _Client(Client):
         ticket: Ticket | None = None,
         number: int | None = None,
     ) -> Retrieve | None:
-        assert isinstance(self.device, _TicketDevice)
-        if self.device.is_holding:
+        assert isinstance(self.device, StreamDevice)
+        if not self.device.is_running:
             ticket = self.write_ticket()
         return super().retrieve(
             request, lease, start_tokens, block_ids, layers_per_slice, ticket, number
@@ -120,7 +103,7 @@ class _Control:
         self.log = _Log()
         logging.getLogger("lamina").addHandler(self.log)
         logging.getLogger("lamina").setLevel(logging.INFO)
-        self.device = _TicketDevice()
+        self.device = StreamDevice(is_running=True)
         self.client = _Client(
             settings, self.device, name, clock=lambda: time.monotonic() + ahead_s.value
         )
@@ -131,10 +114,10 @@ class _Control:
         self.engine.before_layer = self._before_layer
 
     def hold_tickets(self) -> None:
-        self.device.is_holding = True
+        self.device.is_running = False
 
     def release_tickets(self) -> None:
-        self.device.release()
+        self.device.run()
 
     def connect(self) -> None:
         self.client.connect()
@@ -251,7 +234,7 @@ class _Control:
 
     def finish(self) -> None:
         """End every request; then nothing may be left with anybody."""
-        self.device.release()
+        self.device.run()
         for request in self._requests.values():
             self.engine.abort(request)
         assert_everything_is_given_back(self.engine)

@@ -21,9 +21,10 @@ from lamina.client.connection import Connection
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.settings import ClientSettings
+from lamina_lab.known.content import POISON, ids, random_keys
 from tests.support.fault_server import FaultServer
 from tests.support.wait import eventually
-from tests.support.worker import PageWorker, ids, random_keys
+from tests.support.worker import PageWorker
 
 CHUNKS = 2
 SOURCE = range(8)
@@ -39,9 +40,7 @@ class Scene:
         self.servers = [FaultServer(path)]
         self.worker = PageWorker(path, clock=lambda: self.now_s, reconnect_every_ms=1)
         self.keys = random_keys(CHUNKS)
-        self.worker.fill(SOURCE)
-        self.expected = self.worker.read(SOURCE)
-        self.worker.save(self.keys, SOURCE)
+        self.worker.populate(self.keys, SOURCE)
 
     @property
     def server(self) -> FaultServer:
@@ -88,11 +87,7 @@ class Scene:
         self.worker.wait(lambda: not self.client.is_usable)
 
     def check_hit(self) -> None:
-        self.worker.poison(TARGET)
-        retrieve = self.worker.retrieve("after", self.keys, TARGET)
-        self.worker.wait(lambda: retrieve.is_acknowledged)
-        for got, wanted in zip(self.worker.read(TARGET), self.expected, strict=True):
-            assert (got == wanted).all()
+        self.worker.check_hit("after", self.keys, TARGET)
 
     def wait_until_nothing_is_held(self) -> None:
         eventually(
@@ -171,8 +166,7 @@ def test_pages_given_up_are_free_when_the_server_agrees(scene: Scene, give_up: G
     scene.worker.poison(TARGET)
     scene.wait_until_nothing_is_held()
     assert scene.client.quarantined == 0
-    for pages in scene.worker.read(TARGET):
-        assert (pages == 0xA5).all(), "a page was written after the acknowledgement"
+    scene.worker.expect(TARGET, POISON, "a page was written after the acknowledgement")
     scene.reconnect()
     scene.check_hit()
 
@@ -198,8 +192,8 @@ def test_a_store_on_a_lost_connection_is_over_when_the_server_agrees(scene: Scen
     """Rows 2, 10: a late read of pages that are the engine's again would store another's bytes."""
     scene.server.call("stores.close")
     keys = random_keys(CHUNKS)
-    store = scene.client.store(b"", keys, [ids(SOURCE)], scene.client.write_ticket())
-    assert store is not None
+    scene.worker.compute(keys, SOURCE)
+    store = scene.worker.begin_store(keys, SOURCE)
     scene.server.call("stores.wait_until_held")
     scene.lose_connection()
     scene.let_server_answer()
@@ -241,8 +235,7 @@ def test_a_lease_of_the_former_server_is_none_of_its_successors(scene: Scene) ->
     scene.worker.wait(lambda: not scene.client.is_usable)
     scene.reconnect()
     others = random_keys(CHUNKS)
-    scene.worker.fill(SOURCE, seed=1)
-    scene.worker.save(others, SOURCE)
+    scene.worker.populate(others, SOURCE)
     for number in range(8):
         scene.client.lookup(f"new {number}", others).wait(20)
     scene.worker.poison(TARGET)
@@ -250,8 +243,7 @@ def test_a_lease_of_the_former_server_is_none_of_its_successors(scene: Scene) ->
     assert retrieve is not None
     scene.worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.REFUSED
-    for pages in scene.worker.read(TARGET):
-        assert (pages == 0xA5).all()
+    scene.worker.expect(TARGET, POISON)
 
 
 def test_only_an_engine_itself_ends_its_former_sessions(scene: Scene) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina_lab.soak.engine import GEOMETRY, SoakEngine, WrongBytesError
-from lamina_lab.soak.pages import chain
+from lamina_lab.known.content import chain, ids, random_keys
+from lamina_lab.known.worker import WrongBytesError
+from lamina_lab.soak.engine import GEOMETRY, SoakEngine
 from lamina_lab.soak.results import ServerLife, SoakSpec
 from lamina_lab.soak.run import FAULTS, run_soak
 from tests.support.server import ServerThread
-from tests.support.worker import PageWorker, ids
+from tests.support.worker import PageWorker
 
 
 def test_engines_and_their_server_break_at_random_and_no_byte_is_wrong() -> None:
@@ -35,8 +36,8 @@ def test_wrong_bytes_are_seen(socket_path: Path) -> None:
     server = ServerThread(socket_path)
     liar = PageWorker(socket_path, GEOMETRY)
     for number in range(20):
-        liar.fill(range(4), seed=number)
-        liar.save(chain(f"document {number}"), range(4))
+        liar.compute(random_keys(1), range(4))
+        liar.store(chain(f"document {number}"), range(4))
     engine = SoakEngine(socket_path, seed=1)
 
     with pytest.raises(WrongBytesError, match="landed, but not its bytes"):
@@ -49,7 +50,7 @@ def test_wrong_bytes_are_seen(socket_path: Path) -> None:
 def test_a_late_write_is_seen(socket_path: Path) -> None:
     server = ServerThread(socket_path)
     engine = SoakEngine(socket_path, seed=1)
-    engine._pages[2, engine._free[0], 17] ^= 1
+    engine.worker.pages[2, 0, engine.free[0], 17] ^= 1
     with pytest.raises(WrongBytesError, match="a free page was written"):
         operate_often(engine)
     engine.close()
@@ -63,12 +64,12 @@ def test_what_is_held_at_the_end_is_a_leak(socket_path: Path) -> None:
     server.device.retrieves.close()
     worker = PageWorker(socket_path, GEOMETRY)
     keys = chain("document 0")
-    worker.save(keys, range(4))
+    worker.store(keys, range(4))
     found = engine.client.lookup("r", keys).wait(20)
     assert found is not None
     engine.client.retrieve("r", found.lease, 0, [ids(range(4))], 1)
     assert engine.leaks() == ["1 transfers are in flight"]
-    engine._free.remove(0)
+    engine.free.remove(0)
     assert "1 blocks are held" in engine.leaks()
     server.device.retrieves.open()
     engine.close()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,76 +21,31 @@ from lamina.client import Client, Gate, Retrieve, StepGates
 from lamina.devices import cuda_driver as driver
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.settings import ClientSettings
-from lamina_lab import gpu_memory
-from lamina_lab.bench.memory import POISON, CudaKvSpace
 from lamina_lab.bench.processes import private_socket, server_process
+from lamina_lab.known.content import POISON, equal_layers, random_keys
+from lamina_lab.known.memory import CudaKvSpace
+from lamina_lab.known.worker import KnownWorker
 from tests.support.wait import eventually
 
-LAYERS, PAGE_BYTES, BLOCKS = 32, 64 << 10, 512
-CHUNKS, BLOCKS_PER_CHUNK = 8, 16
-DOCUMENT_BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
+LAYERS, BLOCKS = 32, 512
+GEOMETRY = equal_layers(LAYERS, page_bytes=64 << 10, chunk_tokens=256)
+CHUNKS = 8
+DOCUMENT_BLOCKS = CHUNKS * GEOMETRY.blocks_per_chunk(0)
+TARGET = range(DOCUMENT_BLOCKS, 2 * DOCUMENT_BLOCKS)
+OTHER_TARGET = range(2 * DOCUMENT_BLOCKS, 3 * DOCUMENT_BLOCKS)
 
 
-class GpuWorker:
+class GpuWorker(KnownWorker):
     """One document stored from the first blocks of GPU memory; the rest is to retrieve into."""
 
-    def __init__(self, socket: Path, **settings: int) -> None:
-        self.space = CudaKvSpace(LAYERS, BLOCKS * PAGE_BYTES)
-        settings = {"suspect_after_ms": 5_000, **settings}
-        self.client = Client(
-            ClientSettings(socket=socket, **settings),
-            self.space.device,
-            "gpu test",
-        )
-        geometry = Geometry(
-            256, (Group(16),), tuple(Layer(f"{i}", 0, 1, PAGE_BYTES) for i in range(LAYERS))
-        )
-        planes = tuple((PlanePages(i, 0, PAGE_BYTES),) for i in range(LAYERS))
-        regions = [self.space.device.export(a, BLOCKS * PAGE_BYTES) for a in self.space.addresses]
-        self.client.register(geometry, PageMap((BLOCKS,), planes), regions)
+    def __init__(self, socket: Path, **settings: Any) -> None:
+        super().__init__(socket, CudaKvSpace(GEOMETRY, BLOCKS), "gpu test", **settings)
         self.client.connect()
-        rng = np.random.default_rng(0)
-        self.known = [
-            rng.integers(0, 256, DOCUMENT_BLOCKS * PAGE_BYTES, np.uint8) for _ in range(LAYERS)
-        ]
-        for address, data in zip(self.space.addresses, self.known, strict=True):
-            self.space.write(address, data)
-        self.keys = [os.urandom(32) for _ in range(CHUNKS)]
-        source = np.arange(DOCUMENT_BLOCKS, dtype=np.int32)
-        store = self.client.store(b"", self.keys, [source], self.client.write_ticket())
-        assert store is not None
-        self.wait(lambda: store.is_over)
+        self.keys = random_keys(CHUNKS)
+        store = self.populate(self.keys, range(DOCUMENT_BLOCKS))
         assert store.ended is not None
         assert store.ended.stored == CHUNKS
-
-    def retrieve(self, name: str, first_block: int, width: int) -> Retrieve:
-        found = self.client.lookup(name, self.keys).wait(5.0)
-        assert found is not None
-        assert found.chunks == CHUNKS
-        target = np.arange(first_block, first_block + DOCUMENT_BLOCKS, dtype=np.int32)
-        retrieve = self.client.retrieve(name, found.lease, 0, [target], width)
-        assert retrieve is not None
-        return retrieve
-
-    def poison(self, first_block: int) -> None:
-        for address in self.space.addresses:
-            start = address + first_block * PAGE_BYTES
-            gpu_memory.fill(start, POISON, DOCUMENT_BLOCKS * PAGE_BYTES)
-
-    def read(self, layer: int, first_block: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        start = self.space.addresses[layer] + first_block * PAGE_BYTES
-        return self.space.read(start, DOCUMENT_BLOCKS * PAGE_BYTES)
-
-    def wait(self, condition: object) -> None:
-        assert callable(condition)
-
-        def polled() -> object:
-            self.client.poll()
-            return condition()
-
-        eventually(polled)
 
 
 @pytest.fixture(scope="module")
@@ -102,32 +58,33 @@ def worker() -> Iterator[GpuWorker]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 32])
 def test_every_width_gives_back_every_byte_of_32_layers(worker: GpuWorker, width: int) -> None:
-    worker.poison(DOCUMENT_BLOCKS)
-    retrieve = worker.retrieve(f"width {width}", DOCUMENT_BLOCKS, width)
+    worker.check_hit(f"width {width}", worker.keys, TARGET, width)
+
+
+def cancel_at(worker: GpuWorker, retrieve: Retrieve, slices: int) -> None:
+    """Cancel a retrieve once so many slices have landed, and wait for its end."""
+    worker.wait(lambda: retrieve.landed_slices >= slices or retrieve.outcome is not None)
+    worker.client.cancel(retrieve)
     worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
-    for layer in range(LAYERS):
-        assert np.array_equal(worker.read(layer, DOCUMENT_BLOCKS), worker.known[layer])
 
 
 def test_a_thousand_retrieves_with_random_cancels_leave_no_late_byte(worker: GpuWorker) -> None:
     rng = np.random.default_rng(1)
     cancelled = 0
     for number in range(1000):
-        target = DOCUMENT_BLOCKS * (1 + number % 2)
-        retrieve = worker.retrieve(f"r{number}", target, int(rng.choice([1, 3, 8, 32])))
+        target = (TARGET, OTHER_TARGET)[number % 2]
+        width = int(rng.choice([1, 3, 8, 32]))
+        retrieve = worker.retrieve(f"r{number}", worker.keys, target, width)
         wanted = int(rng.integers(0, len(retrieve.slices) + 1))
-        worker.wait(lambda r=retrieve, n=wanted: r.landed_slices >= n or r.outcome is not None)
-        worker.client.cancel(retrieve)
-        worker.wait(lambda r=retrieve: r.is_acknowledged)
+        cancel_at(worker, retrieve, wanted)
         cancelled += retrieve.outcome is TransferStatus.CANCELLED
         worker.poison(target)
         layer = int(rng.integers(0, LAYERS))
-        assert (worker.read(layer, target) == POISON).all(), f"a late byte in round {number}"
+        read = worker.space.read(layer, target)
+        assert (read == POISON).all(), f"a late byte in round {number}"
     assert cancelled > 200
-    for target in (DOCUMENT_BLOCKS, 2 * DOCUMENT_BLOCKS):
-        for layer in range(LAYERS):
-            assert (worker.read(layer, target) == POISON).all()
+    for target in (TARGET, OTHER_TARGET):
+        worker.expect(target, POISON)
 
 
 def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck() -> None:
@@ -135,9 +92,7 @@ def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
         worker = GpuWorker(socket)
         os.kill(server.pid, signal.SIGSTOP)  # nothing will land
-        target = np.arange(DOCUMENT_BLOCKS, 2 * DOCUMENT_BLOCKS, dtype=np.int32)
-        retrieve = worker.client.retrieve("stuck", 1, 0, [target], 1)
-        assert retrieve is not None
+        retrieve = worker.begin_retrieve("stuck", 1, TARGET)
         stream = driver.create_stream()
         gates = StepGates(worker.space.device, [Gate(retrieve, 0)], stream)
         for layer in range(LAYERS):
@@ -155,9 +110,7 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
         worker = GpuWorker(socket, retrieve_timeout_ms=300)
         os.kill(server.pid, signal.SIGSTOP)
-        target = np.arange(DOCUMENT_BLOCKS, 2 * DOCUMENT_BLOCKS, dtype=np.int32)
-        retrieve = worker.client.retrieve("stuck", 1, 0, [target], 1)
-        assert retrieve is not None
+        retrieve = worker.begin_retrieve("stuck", 1, TARGET)
         stream = driver.create_stream()
         gates = StepGates(worker.space.device, [Gate(retrieve, 0)], stream)
         gates.before_all()
@@ -173,8 +126,8 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
 def test_two_engines_share_the_lane_and_both_finish_in_order(worker: GpuWorker) -> None:
     """The second engine's retrieve begins when the first's has ended, not beside it."""
     other = GpuWorker(worker.client.settings.socket)
-    first = worker.retrieve("first", DOCUMENT_BLOCKS, 1)
-    second = other.retrieve("second", DOCUMENT_BLOCKS, 1)
+    first = worker.retrieve("first", worker.keys, TARGET)
+    second = other.retrieve("second", other.keys, TARGET)
     order: list[tuple[int, int]] = []
     while second.landed_slices < LAYERS:
         order.append((first.landed_slices, second.landed_slices))
@@ -182,8 +135,7 @@ def test_two_engines_share_the_lane_and_both_finish_in_order(worker: GpuWorker) 
     other.wait(lambda: second.is_acknowledged)
     assert all(done == LAYERS for done, begun in order if begun), "their slices interleaved"
     for each in (worker, other):
-        for layer in range(LAYERS):
-            assert np.array_equal(each.read(layer, DOCUMENT_BLOCKS), each.known[layer])
+        each.expect_chunks(each.keys, TARGET)
     other.client.close()
 
 

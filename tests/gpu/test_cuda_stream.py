@@ -15,7 +15,8 @@ from lamina.devices.cuda import CudaServerDevice
 from lamina.devices.cuda_memory import PinnedSegments
 from lamina.devices.cuda_stream import CudaCopyStream
 from lamina.errors import DeviceError
-from lamina_lab.bench.memory import POISON, CudaKvSpace
+from lamina_lab.known.content import POISON, Pages, equal_layers
+from lamina_lab.known.memory import CudaKvSpace
 from tests.support.lane import NoMemory
 from tests.support.wait import eventually
 
@@ -26,7 +27,7 @@ class Pieces:
     """Host memory to copy from, GPU memory to copy to, and how."""
 
     def __init__(self) -> None:
-        self.space = CudaKvSpace(1, PIECES * PIECE_BYTES)
+        self.space = CudaKvSpace(equal_layers(1, PIECE_BYTES), PIECES)
         self.device = CudaServerDevice(0, PinnedSegments())
         self.stream = CudaCopyStream(self.device, Direction.RETRIEVE)
         rng = np.random.default_rng(0)
@@ -44,8 +45,8 @@ class Pieces:
         mark = self.stream.mark()
         eventually(lambda: self.stream.is_done(mark))
 
-    def read(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        return self.space.read(self.space.addresses[0], self.host.nbytes).reshape(PIECES, -1)
+    def read(self) -> Pages:
+        return self.space.read(0, range(PIECES)).reshape(PIECES, -1)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_batch_issued_by_two_threads_is_whole_once_its_mark_is_done(
 
     monkeypatch.setattr(driver, "copy_batch", note)
     for _ in range(20):
-        pieces.space.poison()
+        pieces.space.poison(range(PIECES))
         pieces.stream.copy(NoMemory(), pieces.copies)
         pieces.wait()
         expected = pieces.host.reshape(PIECES, -1)[pieces.order]
@@ -91,7 +92,7 @@ def test_a_fault_of_the_second_thread_is_an_error_of_the_copy(
         with pytest.raises(DeviceError, match="the second half failed"):
             pieces.stream.copy(NoMemory(), pieces.copies)
     pieces.wait()
-    pieces.space.poison()
+    pieces.space.poison(range(PIECES))
     pieces.stream.copy(NoMemory(), pieces.copies)
     pieces.wait()
     assert np.array_equal(pieces.read(), pieces.host.reshape(PIECES, -1)[pieces.order])

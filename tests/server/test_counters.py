@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lamina_lab.known.content import random_keys
 from tests.support.server import ServerThread
-from tests.support.worker import PageWorker, random_keys
+from tests.support.worker import PageWorker
 
 
 def test_bytes_that_were_stored_and_retrieved_add_up(
@@ -19,7 +20,7 @@ def test_bytes_that_were_stored_and_retrieved_add_up(
         totals = server.totals()
         return totals["stored_bytes"], totals["retrieved_bytes"]
 
-    worker.save(keys, range(8))
+    worker.store(keys, range(8))
     assert counted() == (nbytes, 0)
     retrieve("r1")
     assert counted() == (nbytes, nbytes)

@@ -14,10 +14,11 @@ from lamina.devices.host import HostMemory, HostServerDevice
 from lamina.errors import DeviceError, RequestRefusedError
 from lamina.linux import Peer
 from lamina.protocol import Region
+from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import open_fds
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import PageWorker, ids, random_keys
+from tests.support.worker import PageWorker
 
 FAULT = DeviceError("the device failed", "Mend it")
 OTHER_FAULT = DeviceError("the link broke", "Mend it")
@@ -82,7 +83,7 @@ def test_a_worker_that_gets_no_stream_leaves_nothing_opened(
 
 def begin_retrieve(worker: PageWorker) -> None:
     keys = random_keys(1)
-    worker.save(keys, range(4))
+    worker.store(keys, range(4))
     worker.retrieve("r", keys, range(4, 8))
 
 
@@ -97,7 +98,7 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
 ) -> None:
     """A thousand may fail of an engine that dies, and say so while the server has better to do."""
     keys = random_keys(1)
-    worker.save(keys, range(4))
+    worker.store(keys, range(4))
 
     def transfer(fault: DeviceError | None) -> str:
         """What it is called."""
@@ -108,7 +109,7 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
             retrieve = worker.retrieve("r", keys, range(4, 8))
             worker.wait(lambda: retrieve.is_acknowledged)
             return f"retrieve {retrieve.number}"
-        return f"store {worker.save(random_keys(1), range(4)).number}"
+        return f"store {worker.store(random_keys(1), range(4)).number}"
 
     faults = (FAULT, FAULT, None, FAULT, OTHER_FAULT, OTHER_FAULT)
     names = [transfer(fault) for fault in faults]

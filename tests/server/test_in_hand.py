@@ -19,10 +19,11 @@ from lamina.protocol import Region
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
 from lamina.server.turns import CHUNKS_PER_TURN, Turns
+from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import Pages, Stranger, open_fds
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, ids, random_keys
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def server(socket_path: Path) -> Iterator[ServerThread]:
 
 def save(worker: PageWorker, chunks: int) -> list[bytes]:
     keys = random_keys(chunks)
-    worker.save(keys, range(chunks * BLOCKS_PER_CHUNK))
+    worker.store(keys, range(chunks * BLOCKS_PER_CHUNK))
     return keys
 
 

@@ -16,14 +16,15 @@ from lamina import protocol
 from lamina.server.index import Index
 from lamina.server.leases import LeaseTable
 from lamina.server.turns import CHUNKS_PER_TURN, KEYS_PER_TURN
+from lamina_lab.known.content import equal_layers, random_keys
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, random_keys, small_geometry
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 CHUNKS = 20 * CHUNKS_PER_TURN
 LONG = 3 * KEYS_PER_TURN
 LEASES, LEASE_CHUNKS = 300, 64
-GEOMETRY = small_geometry(layers=1, page_bytes=64)
+GEOMETRY = equal_layers(layers=1, page_bytes=64)
 ARENA_BYTES = 2 * LONG * 4096
 
 
@@ -86,7 +87,7 @@ def worker(server: ServerThread) -> Iterator[PageWorker]:
 
 def save(worker: PageWorker, chunks: int) -> list[bytes]:
     keys = random_keys(chunks)
-    assert not worker.save(keys, range(chunks * BLOCKS_PER_CHUNK)).given_up
+    assert not worker.store(keys, range(chunks * BLOCKS_PER_CHUNK)).given_up
     return keys
 
 
@@ -144,7 +145,7 @@ def test_a_store_that_fails_takes_turns_to_be_forgotten(
 ) -> None:
     server.device.stores.close()
     meter = Meter(server, monkeypatch)
-    store = worker.begin_save(random_keys(CHUNKS), range(CHUNKS * BLOCKS_PER_CHUNK))
+    store = worker.begin_store(random_keys(CHUNKS), range(CHUNKS * BLOCKS_PER_CHUNK))
     eventually(lambda: server.gauges()["queued_transfers"])
     worker.client.give_up_stores()
     server.device.stores.open()

@@ -11,9 +11,10 @@ import pytest
 from lamina.board import TransferStatus
 from lamina.client import Retrieve
 from lamina.errors import DeviceError
+from lamina_lab.known.content import POISON, equal_layers, random_keys
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import POISON, PageWorker, random_keys, small_geometry
+from tests.support.worker import PageWorker
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -21,32 +22,24 @@ from tests.support.worker import POISON, PageWorker, random_keys, small_geometry
 def test_every_width_gives_back_every_byte_of_32_layers(
     server: ServerThread, make_worker: Callable[..., PageWorker], width: int, planes: int
 ) -> None:
-    worker = make_worker(geometry=small_geometry(layers=32, planes=planes))
+    worker = make_worker(geometry=equal_layers(layers=32, planes=planes))
     source, target = (
         list(range(0, 16)),
         [40, 41, 17, 63, 30, 29, 28, 33, 50, 52, 54, 56, 20, 21, 22, 23],
     )
-    worker.fill(source)
     keys = random_keys(4)
-    worker.save(keys, source)
-    expected = worker.read(source)
+    worker.populate(keys, source)
     others = [block for block in range(64) if block not in target]
-    before = worker.read(others)
-    retrieve = worker.retrieve("r", keys, target, width)
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
-    for got, wanted in zip(worker.read(target), expected, strict=True):
-        assert np.array_equal(got, wanted)
-    for got, wanted in zip(worker.read(others), before, strict=True):
-        assert np.array_equal(got, wanted), "bytes outside the retrieve were touched"
+    before = worker.pages[:, :, others]
+    worker.check_hit("r", keys, target, width)
+    worker.expect(others, before, "bytes outside the retrieve were touched")
 
 
 def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
     server: ServerThread, worker: PageWorker
 ) -> None:
     keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
-    worker.fill(source)
-    worker.save(keys, source)
+    worker.populate(keys, source)
     worker.poison(target)
     server.device.retrieves.close()
     retrieve = worker.retrieve("r", keys, target, width=1)
@@ -73,8 +66,7 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
     server: ServerThread, worker: PageWorker
 ) -> None:
     keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
-    worker.fill(source)
-    worker.save(keys, source)
+    worker.populate(keys, source)
     server.device.retrieves.close()
     retrieve = worker.retrieve("r", keys, target)
     server.device.retrieves.wait_until_held()
@@ -88,7 +80,7 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
     worker.poison(target)
     other = worker.retrieve("s", keys, list(range(30, 38)))  # the lane goes on with the next
     worker.wait(lambda: other.is_acknowledged)
-    assert all((pages == POISON).all() for pages in worker.read(target))
+    worker.expect(target, POISON)
     assert server.gauges()["pins"] == 0
 
 
@@ -96,8 +88,7 @@ def test_a_failed_copy_ends_every_wait_with_its_status(
     server: ServerThread, worker: PageWorker
 ) -> None:
     keys, source = random_keys(2), list(range(8))
-    worker.fill(source)
-    worker.save(keys, source)
+    worker.populate(keys, source)
     server.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
     retrieve = worker.retrieve("r", keys, list(range(20, 28)))
     worker.wait(lambda: retrieve.is_acknowledged)

@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from lamina import protocol
 from lamina.errors import ErrorCode
 from lamina.server.turns import at_once
-from lamina_lab.soak.pages import chain
+from lamina_lab.known.content import chain, ids
 from tests.e2e.strangers import BLOCKS, SLOTS, Pages, Stranger
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import BLOCKS_PER_CHUNK, ids
+from tests.support.worker import BLOCKS_PER_CHUNK
 
 LAST_TICKET = 3
 CHAINS = [chain("a", "b", "c"), chain("a", "b", "d"), chain("e", "f")]

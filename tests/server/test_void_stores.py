@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lamina.board import TransferStatus
+from lamina_lab.known.content import random_keys
 from tests.support.giving_up import (
     BATCHES,
     BLOCKS,
@@ -24,7 +25,6 @@ from tests.support.giving_up import (
 )
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
-from tests.support.worker import random_keys
 
 Stage = Callable[[Scene], None]
 Way = Callable[[Scene], None]
@@ -136,7 +136,7 @@ def test_a_store_that_is_half_copied_is_copied_no_further(
 @pytest.mark.parametrize("reach", [before_the_first_copy, copied_but_not_done])
 def test_what_was_present_stays_and_the_engine_is_told(scene: Scene, reach: Stage) -> None:
     present = CHUNKS // 2
-    saved = scene.other().save(scene.keys[:present], range(BLOCKS // 2))
+    saved = scene.other().populate(scene.keys[:present], range(BLOCKS // 2))
     assert saved.ended is not None
     assert saved.ended.stored == present
     reach(scene)

@@ -7,19 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lamina.geometry import Geometry, Group, Layer
-from lamina_lab.soak.pages import StreamDevice
+from lamina_lab.known.content import equal_layers, random_keys
+from lamina_lab.known.stream import StreamDevice
 from tests.support.fault_server import FaultServer
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
 from tests.support.wait import eventually
-from tests.support.worker import PageWorker, random_keys
+from tests.support.worker import PageWorker
 
 CHUNKS = 4
 BLOCKS = CHUNKS * 64
-GEOMETRY = Geometry(64, (Group(1),), tuple(Layer(f"layers.{i}", 0, 1, 64) for i in range(8)))
+GEOMETRY = equal_layers(page_bytes=64, block_tokens=1)
 """With so many blocks, two layers at a time are planned and copied."""
 BATCHES = 4
 """Of a store of `CHUNKS` chunks."""
@@ -56,18 +54,17 @@ class Scene:
             device=self.device,
             reconnect_every_ms=1,
         )
-        self.worker.fill(range(BLOCKS))
-        self.expected = self.worker.read(range(BLOCKS))
 
     def other(self) -> PageWorker:
-        """Another engine, whose blocks hold the same."""
+        """Another engine."""
         self._others.append(PageWorker(self._path, GEOMETRY, BLOCKS))
-        self._others[-1].fill(range(BLOCKS))
         return self._others[-1]
 
     def begin(self, keys: Sequence[bytes] = (), computed: bool = True) -> None:
         """Begin the store."""
-        self.store = self.worker.begin_save(keys or self.keys, range(BLOCKS))
+        keys = keys or self.keys
+        self.worker.compute(keys, range(BLOCKS))
+        self.store = self.worker.begin_store(keys, range(BLOCKS))
         if computed:
             self.device.compute()
 
@@ -103,21 +100,16 @@ class Scene:
     def found(self, keys: Sequence[bytes] = ()) -> int:
         """How many of the chunks another engine finds; their bytes must be right."""
         reader, keys = self.other(), keys or self.keys
-        reader.poison(range(BLOCKS))
         result = reader.client.lookup("reader", keys).wait(20)
         assert result is not None
         blocks = range(result.chunks * BLOCKS // CHUNKS)
         if result.chunks:
-            retrieve = reader.retrieve("reader", keys[: result.chunks], blocks)
-            reader.wait(lambda: retrieve.is_acknowledged)
-            for got, wanted in zip(reader.read(blocks), self.expected, strict=True):
-                assert np.array_equal(got, wanted[:, : len(blocks)]), "wrong bytes are found"
+            reader.check_hit("reader", keys[: result.chunks], blocks)
         return result.chunks
 
     def check_store_again(self) -> None:
         """The same keys can be stored by the same engine, over another connection if need be."""
         self.reconnect()
-        self.worker.fill(range(BLOCKS))
         self.begin()
         self.worker.wait(lambda: self.store.is_over)
         assert not self.store.given_up
@@ -134,7 +126,9 @@ class Scene:
 def queued(scene: Scene) -> None:
     """Behind another engine's store, whose copies are held."""
     scene.valve.close()
-    scene.other().begin_save(scene.keys_ahead, range(BLOCKS))
+    ahead = scene.other()
+    ahead.compute(scene.keys_ahead, range(BLOCKS))
+    ahead.begin_store(scene.keys_ahead, range(BLOCKS))
     scene.valve.wait_until_held()
     scene.begin()
     scene.wait_for_gauges(queued_transfers=2)

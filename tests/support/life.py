@@ -17,26 +17,20 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from lamina.board import TransferStatus
-from lamina.client import MISS, Gate, Retrieve, Store
+from lamina.client import MISS
 from lamina.errors import DeviceError
 from lamina.server.sessions import Session
 from lamina.server.turns import at_once
-from lamina_lab.soak.pages import Pages, StreamDevice, content_of, content_of_run
+from lamina_lab.known.content import POISON, content_of, equal_layers
+from lamina_lab.known.engine import KnownEngine, KnownRetrieve, KnownStore
+from lamina_lab.known.stream import StreamDevice
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
 from tests.support.wait import eventually
-from tests.support.worker import (
-    BLOCKS_PER_CHUNK,
-    POISON,
-    PageWorker,
-    ids,
-    small_geometry,
-)
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
-GEOMETRY = small_geometry(layers=4, page_bytes=256)
+GEOMETRY = equal_layers(layers=4, page_bytes=256)
 """A chunk fills its 4 KiB of the arena to the last byte."""
 BLOCKS = 96
 LINK_BROKE = DeviceError("the link broke", "Mend it")
@@ -49,74 +43,26 @@ class Lease:
     number: int
     keys: list[bytes]
     is_live: bool = True
-    retrieves: list[LiveRetrieve] = field(default_factory=list)
+    retrieves: list[KnownRetrieve] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class LiveRetrieve:
-    """A retrieve and what the model knows of it."""
-
-    retrieve: Retrieve
-    gate: Gate
-    blocks: list[int]
-    expected: Pages
-    """Shape (layers, blocks, page bytes)."""
-    may_end_as: set[TransferStatus]
-    outcome: TransferStatus | None = None
-    was_released: bool = False
-
-    def check(self, pages: Sequence[Pages]) -> None:
-        """What has landed is right, and nothing that was said is taken back."""
-        released = self.gate.is_released
-        landed = self.retrieve.landed_slices  # before the outcome: a failure forces the count last
-        outcome = self.retrieve.outcome
-        assert released or not self.was_released, "released, then not"
-        assert self.outcome in (None, outcome), "an outcome changed"
-        if released and outcome is None:
-            assert landed >= self.gate.release_after_slices, "released too early"
-        self.was_released, self.outcome = released, outcome
-        if outcome is TransferStatus.OK:
-            landed = len(self.retrieve.slices)  # the slot may be another's by now
-        if outcome in (None, TransferStatus.OK):
-            for part in self.retrieve.slices[:landed]:
-                for layer in range(part.first_layer, part.end_layer):
-                    got = pages[layer][0, self.blocks]
-                    assert np.array_equal(got, self.expected[layer]), "landed, but not its bytes"
-        if outcome is not None:
-            assert outcome in self.may_end_as, f"ended as {outcome!r} without a reason"
-
-
-@dataclass(eq=False)
-class Save:
-    """A store and what the model knows of it."""
-
-    store: Store
-    keys: list[bytes]
-    blocks: list[int]
-    evicted: int
-    """Chunks that the server had evicted when it began."""
-    is_computed: bool = False
-
-
-class Life:
+class Life(KnownEngine):
     """One engine from its start to its death. Times are virtual."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.clock_s = 0.0
-        self.device = StreamDevice()
-        self.worker = PageWorker(
-            world.server.settings.socket, GEOMETRY, BLOCKS, clock=lambda: self.clock_s
+        socket = world.server.settings.socket
+        super().__init__(
+            PageWorker(socket, GEOMETRY, BLOCKS, StreamDevice(), clock=lambda: self.clock_s)
         )
-        self.worker.client.device = self.device
-        self.free = list(range(BLOCKS))
         self.leases: dict[str, Lease] = {}
-        self.retrieves: list[LiveRetrieve] = []
-        self.saves: list[Save] = []
+        self._evicted: dict[KnownStore, int] = {}
+        """Chunks that the server had evicted when a store began."""
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> int:
         """Look up and wait for the answer; returns how many chunks were found."""
-        result = self.worker.client.lookup(request, keys).wait(20)
+        result = self.client.lookup(request, keys).wait(20)
         assert result is not None
         self.world.check_found(keys, result.chunks)
         self._forget_lease(request)
@@ -126,135 +72,119 @@ class Life:
 
     def retrieve(
         self, request: str, first_block: int, width: int, release_after: int, ticketed: bool
-    ) -> LiveRetrieve | None:
+    ) -> KnownRetrieve | None:
         """Retrieve the leased run from `first_block` on; None when the engine has no room."""
         lease = self.leases.get(request)
         if lease is None:
             return None
         first_block %= len(lease.keys) * BLOCKS_PER_CHUNK
-        expected = content_of_run(lease.keys, GEOMETRY)[:, first_block:]
-        blocks = self._take(expected.shape[1])
+        blocks = self.take(len(lease.keys) * BLOCKS_PER_CHUNK - first_block)
         if blocks is None:
             return None
         ticket = None
         if ticketed:  # the pages are still written by work enqueued before
-            self.device.enqueue(lambda: self._write(blocks, POISON ^ 0xFF))
-            ticket = self.worker.client.write_ticket()
+            self.device.enqueue(lambda: self._overwrite(blocks))
+            ticket = self.client.write_ticket()
         may_end_as = {TransferStatus.REFUSED}
         if lease.is_live:
             may_end_as = {TransferStatus.OK, *self.world.retrieve_faults}
             if lease.retrieves:  # the lease ends with the first of them that does
                 may_end_as.add(TransferStatus.REFUSED)
-        start_tokens = first_block * GEOMETRY.groups[0].block_tokens
-        begun = self.worker.client.retrieve(
-            request, lease.number, start_tokens, [ids(blocks)], width, ticket
+        retrieve = self.begin_retrieve(
+            request,
+            lease.number,
+            lease.keys,
+            blocks,
+            first_block=first_block,
+            width=width,
+            release_after=release_after,
+            ticket=ticket,
         )
-        assert begun is not None
-        retrieve = LiveRetrieve(begun, Gate(begun, release_after), blocks, expected, may_end_as)
+        assert retrieve is not None
+        retrieve.may_end_as = may_end_as
         lease.retrieves.append(retrieve)
-        self.retrieves.append(retrieve)
         return retrieve
 
-    def store(self, keys: Sequence[bytes], first: int) -> Save | None:
-        """Compute chunks `keys[first:]` and store them; None when the engine has no room."""
-        mine = list(keys[first:])
-        blocks = self._take(len(mine) * BLOCKS_PER_CHUNK)
+    def store(self, keys: Sequence[bytes], first: int) -> None:
+        """Compute chunks `keys[first:]` and store them, if the engine has room."""
+        blocks = self.take((len(keys) - first) * BLOCKS_PER_CHUNK)
         if blocks is None:
-            return None
+            return
         self.world.offered.update(keys)
-        content = content_of_run(mine, GEOMETRY)
-        client, evicted = self.worker.client, self.world.evicted()
-        self.device.enqueue(lambda: self._write(blocks, content))
-        ticket = client.write_ticket()
-        store = client.store(keys[first - 1] if first else b"", mine, [ids(blocks)], ticket)
+        evicted = self.world.evicted()
+        store = self.begin_store(keys, first, blocks)
         assert store is not None
-        save = Save(store, mine, blocks, evicted)
-        self.device.enqueue(lambda: setattr(save, "is_computed", True))
-        self.saves.append(save)
-        return save
+        self._evicted[store] = evicted
 
     def compute(self) -> None:
         self.device.compute()
 
-    def cancel(self, retrieve: LiveRetrieve) -> None:
+    def cancel(self, retrieve: KnownRetrieve) -> None:
         retrieve.may_end_as.add(TransferStatus.CANCELLED)
-        self.worker.client.cancel(retrieve.retrieve)
+        self.client.cancel(retrieve.transfer)
 
     def end_request(self, request: str) -> None:
         """As a request does that has finished, was aborted or preempted."""
         for retrieve in self.retrieves:
-            if retrieve.retrieve.request == request:
+            if retrieve.request == request:
                 retrieve.may_end_as.add(TransferStatus.CANCELLED)
-        self.worker.client.end_request(request)
+        self.client.end_request(request)
         self._forget_lease(request)
 
     def end_lease(self, request: str) -> None:
         """As a request does that does not use its hit; its retrieves go on."""
         if (lease := self.leases.get(request)) is not None:
             lease.is_live = False
-            self.worker.client.end_lease(lease.number)
+            self.client.end_lease(lease.number)
 
     def leave_lookup(self, keys: Sequence[bytes]) -> None:
         """Look up, and mostly count a miss before the answer is there; no lease may be left."""
-        lookup = self.worker.client.lookup("impatient", keys)
-        self._pass_time(self.worker.client.settings.lookup_timeout_ms)
+        lookup = self.client.lookup("impatient", keys)
+        self._pass_time(self.client.settings.lookup_timeout_ms)
         assert lookup.result is not None
         if lookup.result != MISS:  # the answer was there already
-            self.worker.client.end_request("impatient")
+            self.client.end_request("impatient")
 
     def give_up_stores(self) -> None:
         """As an engine does that resets its caches."""
-        self.worker.client.give_up_stores()
-        assert all(save.store.is_over for save in self.saves)
+        self.client.give_up_stores()
+        assert all(store.transfer.is_over for store in self.stores)
 
     def pass_deadlines(self) -> None:
         """Let the time of all transfers in flight run out: retrieves fail, and stores are over at
         the next poll."""
-        settings = self.worker.client.settings
+        settings = self.client.settings
         self._pass_time(max(settings.retrieve_timeout_ms, settings.store_timeout_ms))
         eventually(
-            lambda: all(retrieve.retrieve.outcome is not None for retrieve in self.retrieves)
+            lambda: all(retrieve.transfer.outcome is not None for retrieve in self.retrieves)
         )
 
     def poll(self) -> None:
         """Read replies, and take back the pages of all that is over."""
-        self.worker.client.poll()
-        for retrieve in [retrieve for retrieve in self.retrieves if retrieve.retrieve.is_over]:
-            retrieve.check(self.worker.pages)
-            assert retrieve.outcome is not None
-            self.retrieves.remove(retrieve)
-            self._give_back(retrieve.blocks)
-            self.world.ended[retrieve.outcome] += 1
+        super().poll()
         for lease in self.leases.values():
-            if any(retrieve.retrieve.is_acknowledged for retrieve in lease.retrieves):
+            if any(retrieve.transfer.is_acknowledged for retrieve in lease.retrieves):
                 lease.is_live = False
-        for save in [save for save in self.saves if save.store.is_over]:
-            self._check_save(save)
-            self.saves.remove(save)
-            self._give_back(save.blocks)
-            self.world.note_stored(save)
 
-    def check(self) -> None:
-        """Every page is as its owner left it."""
-        for retrieve in self.retrieves:
-            retrieve.check(self.worker.pages)
-        for save in self.saves:
-            self._check_save(save)
-        for pages in self.worker.pages:
-            assert (pages[0, self.free] == POISON).all(), "a page was written after its end"
+    def retrieve_ended(self, retrieve: KnownRetrieve) -> None:
+        assert retrieve.outcome is not None
+        self.world.ended[retrieve.outcome] += 1
+
+    def store_ended(self, store: KnownStore) -> None:
+        self.world.note_stored(store, self._evicted.pop(store))
 
     def finish(self) -> None:
         """End every request, wait for every transfer; then nothing may be left with anybody."""
         self.compute()
-        self._poll_until(lambda: not self.retrieves and not self.saves)
+        self._poll_until(lambda: not self.retrieves and not self.stores)
         for request in list(self.leases):
             self.end_request(request)
-        assert self.worker.client._link is not None
-        transfers = self.worker.client._link.transfers
+        assert self.client._link is not None
+        transfers = self.client._link.transfers
         assert transfers is not None
         self._poll_until(lambda: transfers.is_idle)
-        assert len(transfers._free_slots) == self.worker.client._link.board.slots
-        assert self.worker.client.quarantined == 0
+        assert len(transfers._free_slots) == self.client._link.board.slots
+        assert self.client.quarantined == 0
         assert sorted(self.free) == list(range(BLOCKS))
         self.check()
 
@@ -271,27 +201,8 @@ class Life:
             retrieve.may_end_as.add(TransferStatus.TIMED_OUT)
         self.clock_s += ms / 1000
 
-    def _take(self, blocks: int) -> list[int] | None:
-        if blocks > len(self.free):
-            return None
-        taken, self.free = self.free[:blocks], self.free[blocks:]
-        return taken
-
-    def _give_back(self, blocks: list[int]) -> None:
-        self.compute()  # the engine's next work on them comes after what it has enqueued
-        self.worker.poison(blocks)
-        self.free += blocks
-
-    def _write(self, blocks: list[int], content: Pages | int) -> None:
-        for layer, pages in enumerate(self.worker.pages):
-            pages[0, blocks] = content if isinstance(content, int) else content[layer]
-
-    def _check_save(self, save: Save) -> None:
-        """A store changes none of the pages that it reads."""
-        content = content_of_run(save.keys, GEOMETRY)
-        for layer, pages in enumerate(self.worker.pages):
-            wanted = content[layer] if save.is_computed else POISON
-            assert (pages[0, save.blocks] == wanted).all(), "a store wrote to its pages"
+    def _overwrite(self, blocks: list[int]) -> None:
+        self.worker.pages[:, :, blocks] = POISON ^ 0xFF
 
     def _forget_lease(self, request: str) -> None:
         if (lease := self.leases.pop(request, None)) is not None:
@@ -317,19 +228,19 @@ class World:
         self.lives = [self._new_life() for _ in range(engines)]
 
     @property
-    def retrieves(self) -> list[tuple[Life, LiveRetrieve]]:
+    def retrieves(self) -> list[tuple[Life, KnownRetrieve]]:
         """Every retrieve whose pages are not the engine's again."""
         return [(life, retrieve) for life in self.lives for retrieve in life.retrieves]
 
     @property
-    def saving(self) -> list[Life]:
+    def storing(self) -> list[Life]:
         """Every engine with a store whose pages are not its own again."""
-        return [life for life in self.lives if life.saves]
+        return [life for life in self.lives if life.stores]
 
     @property
     def busy(self) -> list[Life]:
         """Every engine that has a lease or a transfer."""
-        return [life for life in self.lives if life.leases or life.retrieves or life.saves]
+        return [life for life in self.lives if life.leases or life.retrieves or life.stores]
 
     @property
     def leased(self) -> list[tuple[Life, str]]:
@@ -347,9 +258,9 @@ class World:
 
     def die(self, life: Life) -> None:
         """The engine's connection ends without a word; another engine takes its place."""
-        life.worker.client.close()
-        for save in life.saves:
-            life.worker.poison(save.blocks)
+        life.client.close()
+        for store in life.stores:
+            life.worker.poison(store.blocks)
         self._dead.append(life)  # its memory stays mapped: the server may still write to it
         self.lives[self.lives.index(life)] = self._new_life()
 
@@ -377,20 +288,21 @@ class World:
         """Forget all chunks that are not in use."""
         self.server.on_loop(lambda: at_once(self.server.server.index.clear()))
 
-    def note_stored(self, save: Save) -> None:
-        """A store's reply has come, or it was given up: then it may be stored all the same."""
-        if save.store.given_up:
+    def note_stored(self, store: KnownStore, evicted: int) -> None:
+        """A store's reply has come, or it was given up: then it may be stored all the same.
+        `evicted` chunks were evicted when it began."""
+        if store.transfer.given_up:
             self.given_up += 1
             return
-        ended = save.store.ended
+        ended = store.transfer.ended
         assert ended is not None
-        assert ended.stored + ended.present + ended.dropped == len(save.keys)
+        assert ended.stored + ended.present + ended.dropped == len(store.keys)
         status = TransferStatus(ended.status)
         self.ended[status] += 1
         assert status in (TransferStatus.OK, TransferStatus.COPY_FAILED)
         assert self.ended[TransferStatus.COPY_FAILED] <= self._faults
-        if ended.stored == len(save.keys) and self.evicted() == save.evicted:
-            self._kept.update(save.keys)
+        if ended.stored == len(store.keys) and self.evicted() == evicted:
+            self._kept.update(store.keys)
 
     def check_found(self, keys: Sequence[bytes], found: int) -> None:
         """Nothing is found that was not stored, and nothing that was stored is lost."""
@@ -426,8 +338,7 @@ class World:
         assert gauges["chunks"] == 0
         assert gauges["arena_free_bytes"] == gauges["arena_capacity_bytes"]
         for life in self._dead:
-            for pages in life.worker.pages:
-                assert (pages == POISON).all(), "a dead engine's page was written after its end"
+            life.worker.expect(range(BLOCKS), POISON, "a dead engine's page was written")
 
     def close(self) -> None:
         """End all lives and leave the server as it was found."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lamina.client import Client, ClientSettings, HostWorkerDevice, Retrieve
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, ids, random_keys
+from lamina_lab.known.content import ids, random_keys
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 KEYS = random_keys(2)
 BLOCKS = range(2 * BLOCKS_PER_CHUNK)
@@ -14,10 +15,7 @@ ELSEWHERE = range(40, 40 + 2 * BLOCKS_PER_CHUNK)
 
 def find(worker: PageWorker, request: str = "r") -> int:
     """The lease of a hit."""
-    result = worker.client.lookup(request, KEYS).wait(20)
-    assert result is not None
-    assert result.chunks == len(KEYS)
-    return result.lease
+    return worker.find(request, KEYS)
 
 
 def retrieve(worker: PageWorker, lease: int, **changes: Any) -> Retrieve:

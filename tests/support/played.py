@@ -18,8 +18,9 @@ from lamina.devices.host import HostWorkerDevice
 from lamina.errors import DeviceError, ErrorCode
 from lamina.linux import wait_readable
 from lamina.settings import ClientSettings
+from lamina_lab.known.content import ids
 from tests.e2e.strangers import Pages
-from tests.support.worker import BLOCKS_PER_CHUNK, ids
+from tests.support.worker import BLOCKS_PER_CHUNK
 
 _Message = TypeVar("_Message", bound=protocol.Message)
 

@@ -7,16 +7,17 @@ byte of every layer. Times are the engine's: from the call until the board says 
 from __future__ import annotations
 
 from lamina_lab import gpu_memory
-from lamina_lab.bench.memory import kv_space
 from lamina_lab.bench.overlap import measure_overlap
 from lamina_lab.bench.processes import private_socket, server_process
 from lamina_lab.bench.results import Cell, Overlap, TransferResult, TransferSpec
 from lamina_lab.bench.worker import TransferBench
+from lamina_lab.known.content import equal_layers
+from lamina_lab.known.memory import kv_space
 
 
 def run_transfer(spec: TransferSpec) -> TransferResult:
     """Run every cell, against a fresh server for each page size and order of blocks."""
-    probe = kv_space(spec.device, 1, 4096)
+    probe = kv_space(spec.device, equal_layers(layers=1), 1)
     ceiling_bytes = min(spec.document_bytes, 1 << 30)
     link_retrieve_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=True)
     link_store_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=False)

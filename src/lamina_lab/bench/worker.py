@@ -1,23 +1,24 @@
-"""A worker without an engine: KV memory full of known bytes, stored and retrieved and compared."""
+"""Documents of known bytes on a server: stored, retrieved, timed and compared."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lamina import protocol
-from lamina.client import Client, Retrieve, Store
+from lamina.client import Retrieve
 from lamina.errors import LaminaError
-from lamina.geometry import BlockIds, Geometry, Group, Layer, PageMap, PlanePages
-from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings
-from lamina_lab.bench.memory import Bytes, KvSpace, kv_space
+from lamina.geometry import BlockIds
+from lamina.settings import DEFAULT_CHUNK_TOKENS
 from lamina_lab.bench.results import Cell, TransferSpec
+from lamina_lab.known.content import Pages, equal_layers, random_keys
+from lamina_lab.known.memory import kv_space
+from lamina_lab.known.worker import KnownWorker, expect_whole
 
 BLOCK_TOKENS = 16
 _BLOCKS_PER_CHUNK = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
@@ -59,31 +60,32 @@ class TransferBench:
         chunks = max(1, spec.document_bytes // (page_bytes * spec.layers * _BLOCKS_PER_CHUNK))
         blocks = chunks * _BLOCKS_PER_CHUNK
         self.document_bytes = blocks * page_bytes * spec.layers
-        total = 2 * count * blocks
-        self.space: KvSpace = kv_space(spec.device, spec.layers, total * page_bytes)
-        order = np.arange(total, dtype=np.int32)
+        self._blocks = range(2 * count * blocks)
+        order = np.array(self._blocks, np.int32)
         if not consecutive:
             np.random.default_rng(0).shuffle(order)
         parts = order.reshape(2 * count, blocks)
         self.documents = [
-            _Document([os.urandom(32) for _ in range(chunks)], parts[2 * i], parts[2 * i + 1])
-            for i in range(count)
+            _Document(random_keys(chunks), parts[2 * i], parts[2 * i + 1]) for i in range(count)
         ]
-        settings = ClientSettings(socket=socket, suspect_after_ms=5_000)
-        self.client = Client(settings, self.space.device, "bench transfer")
-        self._register(total)
+        geometry = equal_layers(
+            spec.layers, page_bytes, chunk_tokens=DEFAULT_CHUNK_TOKENS, block_tokens=BLOCK_TOKENS
+        )
+        self.space = kv_space(spec.device, geometry, len(self._blocks))
+        self.worker = KnownWorker(socket, self.space, "bench transfer", patience_s=_PATIENCE_S)
+        self.worker.client.connect()
         self._known = self._fill()
         self.stored_gbps = self._store()
 
     def close(self) -> None:
-        self.client.close()
+        self.worker.close()
 
     def measure(
         self, width: int, count: int, link_retrieve_gbps: float, link_store_gbps: float
     ) -> Cell:
         """One cell: `count` retrieves at once, checked once and timed `rounds` times."""
         bare_gbps = self._bare_gbps()
-        self.space.poison()
+        self.space.poison(self._blocks)
         self.retrieve(count, width)
         wrong_bytes = self._wrong_bytes(count)
         firsts_ms, lasts_ms = [], []
@@ -134,22 +136,15 @@ class TransferBench:
 
     def finish(self, retrieves: list[Retrieve]) -> None:
         """Wait until retrieves are acknowledged."""
-        self._wait_for(lambda: all(retrieve.is_acknowledged for retrieve in retrieves))
+        self.worker.wait(lambda: all(retrieve.is_acknowledged for retrieve in retrieves), pause_s=0)
 
     def _look_up(self, number: int) -> int:
-        keys = self.documents[number].keys
-        found = self.client.lookup(f"{number}", keys).wait(5.0)
-        if found is None or found.chunks != len(keys):
-            raise LaminaError("stored chunks are missing", "Look at the server's log")
-        return found.lease
+        return self.worker.find(f"{number}", self.documents[number].keys)
 
     def _retrieve(self, number: int, lease: int, width: int) -> tuple[Retrieve, float]:
         started_s = time.perf_counter()
         target = self.documents[number].target
-        retrieve = self.client.retrieve(f"{number}", lease, 0, [target], width)
-        if retrieve is None:
-            raise LaminaError("the server is gone", "Look at its log")
-        return retrieve, started_s
+        return self.worker.begin_retrieve(f"{number}", lease, target, width), started_s
 
     def _watch(
         self, retrieves: list[Retrieve], started_s: list[float], spin: bool
@@ -177,72 +172,48 @@ class TransferBench:
             return None  # its pages are merged: the link is the bound
         return self.space.bare_gbps(min(self.document_bytes, 1 << 30), self.page_bytes)
 
-    def _register(self, blocks: int) -> None:
-        geometry = Geometry(
-            DEFAULT_CHUNK_TOKENS,
-            (Group(BLOCK_TOKENS),),
-            tuple(Layer(f"{i}", 0, 1, self.page_bytes) for i in range(self.spec.layers)),
-        )
-        planes = tuple((PlanePages(i, 0, self.page_bytes),) for i in range(self.spec.layers))
-        export = self.space.device.export
-        regions = [export(address, self.space.layer_bytes) for address in self.space.addresses]
-        self.client.register(geometry, PageMap((blocks,), planes), regions)
-        self.client.connect()
-
-    def _fill(self) -> list[Bytes]:
+    def _fill(self) -> list[Pages]:
         """Random bytes into every block; returns, per layer, what a page repeats."""
         rng = np.random.default_rng(1)
-        blocks = self.space.layer_bytes // self.page_bytes
         period = min(self.page_bytes, _PERIOD_BYTES)
         known = []
-        for address in self.space.addresses:
-            known.append(rng.integers(0, 256, (blocks, period), np.uint8))
-            pages = np.tile(known[-1], (1, self.page_bytes // period))
-            self.space.write(address, pages.reshape(-1))
+        for layer in range(self.spec.layers):
+            known.append(rng.integers(0, 256, (len(self._blocks), period), np.uint8))
+            pages = np.tile(known[-1], (1, 1, self.page_bytes // period))
+            self.space.write(layer, self._blocks, pages)
         return known
 
     def _store(self) -> float:
         """Store every document; returns the rate of stores like it in GB/s."""
         rates = []
         for _ in range(_STORE_ROUNDS):
-            throwaway = [[os.urandom(32) for _ in d.keys] for d in self.documents]
+            throwaway = [random_keys(len(document.keys)) for document in self.documents]
             rates.append(self._store_once(throwaway))
-            self.client.ask(protocol.Clear)
+            self.worker.client.ask(protocol.Clear)
         self._store_once([document.keys for document in self.documents])
         return statistics.median(rates)
 
     def _store_once(self, keys: list[list[bytes]]) -> float:
         started_s = time.perf_counter()
-        stores: list[Store] = []
-        for document, document_keys in zip(self.documents, keys, strict=True):
-            ticket = self.client.write_ticket()
-            store = self.client.store(b"", document_keys, [document.source], ticket)
-            if store is None:
-                raise LaminaError("the server is gone", "Look at its log")
-            stores.append(store)
-        self._wait_for(lambda: all(store.is_over for store in stores))
+        stores = [
+            self.worker.begin_store(document_keys, document.source)
+            for document, document_keys in zip(self.documents, keys, strict=True)
+        ]
+        self.worker.wait(lambda: all(store.is_over for store in stores), pause_s=0)
         elapsed_s = time.perf_counter() - started_s
-        if any(s.ended is None or s.ended.dropped or s.ended.status for s in stores):
-            raise LaminaError("a document was not stored whole", "Look at the server's log")
+        for store in stores:
+            expect_whole(store)
         return len(stores) * self.document_bytes / elapsed_s / 1e9
 
     def _wrong_bytes(self, count: int) -> int:
         """Bytes of the destinations that are not the document's, over every layer."""
         wrong = 0
-        for address, known in zip(self.space.addresses, self._known, strict=True):
-            layer = self.space.read(address, self.space.layer_bytes)
-            pages = layer.reshape(len(known), -1, known.shape[1])
+        for layer, known in enumerate(self._known):
+            pages = self.space.read(layer, self._blocks).reshape(len(known), -1, known.shape[1])
             for document in self.documents[:count]:
                 expected = known[document.source][:, None, :]
                 wrong += int((pages[document.target] != expected).sum())
         return wrong
-
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        until_s = time.perf_counter() + _PATIENCE_S
-        while not condition():
-            self.client.poll()
-            if time.perf_counter() > until_s:
-                raise LaminaError("a transfer did not end", "Look at the server's log")
 
 
 def _cpu_s(pid: int) -> float:

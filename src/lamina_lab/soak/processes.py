@@ -17,7 +17,7 @@ from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.settings import ClientSettings
-from lamina_lab.soak.engine import CHUNK_TOKENS
+from lamina_lab.soak.engine import GEOMETRY
 from lamina_lab.soak.results import ServerLife, SoakSpec
 from lamina_lab.soak.worker import Progress
 
@@ -68,7 +68,7 @@ class WatchedServer:
     """One server's process, its memory sampled by the driver."""
 
     def __init__(self, socket: Path, spec: SoakSpec) -> None:
-        arguments = [str(socket), str(spec.arena_bytes), str(CHUNK_TOKENS)]
+        arguments = [str(socket), str(spec.arena_bytes), str(GEOMETRY.chunk_tokens)]
         self._warm_up_s = spec.warm_up_s
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lamina_lab.soak.server", *arguments]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from lamina_lab.soak.engine import SoakEngine, WrongBytesError
+from lamina_lab.known.worker import WrongBytesError
+from lamina_lab.soak.engine import SoakEngine
 
 REPORT_EVERY_S = 1.0
 PATIENCE_S = 60.0
@@ -79,7 +80,7 @@ def _progress(engine: SoakEngine) -> Progress:
         operations=dict(engine.operations),
         errors=dict(+engine.errors),
         reconnected=engine.reconnected,
-        checked_bytes=engine.checked_bytes,
+        checked_bytes=engine.worker.checked_bytes,
     )
 
 
