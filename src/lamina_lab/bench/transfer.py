@@ -16,11 +16,13 @@ from lamina_lab.known.memory import kv_space
 
 
 def run_transfer(spec: TransferSpec) -> TransferResult:
-    """Run every cell, against a fresh server for each page size and order of blocks."""
+    """Run every cell, against a fresh server for each page size and order of blocks. What is wider
+    than all layers is all layers."""
     probe = kv_space(spec.device, equal_layers(layers=1), 1)
     ceiling_bytes = min(spec.document_bytes, 1 << 30)
     link_retrieve_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=True)
     link_store_gbps = spec.link_gbps or probe.link_gbps(ceiling_bytes, to_device=False)
+    sweep = tuple(dict.fromkeys(min(width, spec.layers) for width in spec.widths))
     cells: list[Cell] = []
     overlap: Overlap | None = None
     server_gpu_bytes = None
@@ -36,7 +38,7 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
                 if free_bytes is not None:
                     server_gpu_bytes = free_bytes - (_free_gpu_bytes(spec) or 0)
                 bench = TransferBench(spec, socket, page_bytes, consecutive, server.pid)
-                widths = spec.widths[-1:] if consecutive else spec.widths
+                widths = sweep[-1:] if consecutive else sweep
                 counts = spec.concurrency[:1] if consecutive else spec.concurrency
                 cells += [
                     bench.measure(width, count, link_retrieve_gbps, link_store_gbps)
