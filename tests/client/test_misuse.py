@@ -35,7 +35,7 @@ from lamina.client import (
     TransferStatus,
     UsageError,
 )
-from lamina.client.lookup import LookupResult
+from lamina.client.client import LookupResult
 from lamina_lab.known.content import equal_layers, ids, random_keys
 from tests.support.misused import BLOCKS, ELSEWHERE, KEYS, find, new_client, retrieve
 from tests.support.server import ServerThread

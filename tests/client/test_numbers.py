@@ -10,10 +10,11 @@ import pytest
 from lamina import protocol
 from lamina.client import TransferStatus, UsageError
 from lamina.errors import ErrorCode
+from lamina_lab.known.content import ids, random_keys
 from tests.support.misused import BLOCKS, ELSEWHERE, find, retrieve
 from tests.support.played import KEY, Greeted, World
 from tests.support.server import ServerThread
-from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker, ids, random_keys
+from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 
 @pytest.fixture

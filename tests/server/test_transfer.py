@@ -17,10 +17,10 @@ from lamina.devices.base import EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.server.transfer import Slot, Transfer
+from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import Pages, Stranger
 from tests.support.lane import NoMemory, ScriptedStream
 from tests.support.server import ServerThread
-from tests.support.worker import ids, random_keys
 
 LAYERS, PAGE_BYTES, BLOCKS = 4, 8, 2
 GEOMETRY = Geometry(16, (Group(16),), tuple(Layer(str(i), 0, 1, PAGE_BYTES) for i in range(LAYERS)))

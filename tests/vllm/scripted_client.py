@@ -240,6 +240,7 @@ class ScriptedClient:
         """Requests whose retrieves fail when a forward waits for them; whether they are then
         over."""
         self._numbers = 0
+        self._transfers: set[int] = set()
         self._descriptions: tuple[bytes, ...] = ()
 
     def hold(self, namespace: Any, prompt: list[int], chunks: int | None = None) -> None:
@@ -324,7 +325,9 @@ class ScriptedClient:
         block_ids: Sequence[Iterable[int]],
         layers_per_slice: int,
         ticket: int | None = None,
+        number: int | None = None,
     ) -> ScriptedRetrieve | None:
+        self._take_number(number)
         blocks = [int(block) for block in block_ids[0]]
         if not (self.is_usable and self.takes_retrieves):
             self.leases.pop(lease, None)  # it runs out
@@ -341,13 +344,25 @@ class ScriptedClient:
         retrieve.fail(self.acknowledges, TransferStatus.CANCELLED)
 
     def store(
-        self, parent: bytes, keys: list[bytes], block_ids: Sequence[Iterable[int]], ticket: int
+        self,
+        parent: bytes,
+        keys: list[bytes],
+        block_ids: Sequence[Iterable[int]],
+        ticket: int,
+        number: int | None = None,
     ) -> ScriptedStore | None:
+        self._take_number(number)
         if not self.is_usable:
             return None
         store = ScriptedStore(self, parent, keys, [int(block) for block in block_ids[0]])
         self.stores.append(store)
         return store
+
+    def _take_number(self, number: int | None) -> None:
+        """One names a transfer on both sides, a retrieve or a store."""
+        assert number is not None
+        assert number not in self._transfers, "two transfers with one number"
+        self._transfers.add(number)
 
     def write_ticket(self, stream: Any = None) -> int:
         return 0

@@ -1,9 +1,8 @@
 """The engine's side of Lamina, for any engine. An engine needs no more than what is named here."""
 
 from lamina.board import TransferStatus
-from lamina.client.client import Client
+from lamina.client.client import MISS, Client, Lookup, LookupResult
 from lamina.client.gate import Gate, StepGates
-from lamina.client.lookup import MISS, Lookup, LookupResult
 from lamina.client.prefix import Offer, Prefix, Prefixes, Run
 from lamina.client.release import (
     AutoPolicy,

@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from lamina.client.client import Client
-from lamina.client.lookup import Lookup
+from lamina.client.client import Client, Lookup
 from lamina.client.release import Batch, Meters, Release, ReleasePolicy, ReleaseQuery
 from lamina.keys import Extra, KeyChain, Namespace, Tokens
 

@@ -74,7 +74,7 @@ class Cache:
         """Retrieve what was planned into the request's blocks; None: recompute."""
         assert request.prefix is not None
         block_tokens = self.prefixes.block_tokens
-        first = offer.start_tokens // block_tokens
+        first, number = offer.start_tokens // block_tokens, self.prefixes.next_number()
         blocks = request.blocks[first : first + offer.tokens // block_tokens]
         retrieve = self.client.retrieve(
             request.name,
@@ -82,12 +82,13 @@ class Cache:
             offer.start_tokens,
             [np.array(blocks, np.int32)],
             offer.release.layers_per_slice,
+            number=number,
         )
         if retrieve is None:
             return None
         self._pool.hold(blocks)
         gate = Gate(retrieve, offer.release.release_after_slices)
-        item = _Retrieving(gate, self.prefixes.next_number(), blocks, offer.tokens)
+        item = _Retrieving(gate, number, blocks, offer.tokens)
         self._retrieving.append(item)
         self.prefixes.meters.copies.begin(item.number, offer.tokens, self.prefixes.clock())
         return gate
@@ -131,7 +132,8 @@ class Cache:
         blocks = request.blocks[chunks.start * per_chunk : chunks.stop * per_chunk]
         run = request.prefix.sent(request.tokens, chunks)
         ids = [np.array(blocks, np.int32)]
-        store = self.client.store(run.parent, run.keys, ids, self.client.write_ticket())
+        number, ticket = self.prefixes.next_number(), self.client.write_ticket()
+        store = self.client.store(run.parent, run.keys, ids, ticket, number)
         if store is not None:
             self._pool.hold(blocks)
             self._storing.append((store, blocks))

@@ -190,6 +190,7 @@ class WorkerSide:
                 [np.array(spec.blocks, np.int32)],
                 spec.layers_per_slice,
                 self.client.write_ticket(stream) if spec.needs_ticket else None,
+                spec.number,
             )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
         is_waited_for = spec.release_after_slices > 0
@@ -199,7 +200,7 @@ class WorkerSide:
     def _begin_store(self, spec: StoreSpec, stream: Any) -> None:
         ticket = self.client.write_ticket(stream)
         blocks = [np.array(spec.blocks, np.int32)]
-        store = self.client.store(spec.parent, spec.keys, blocks, ticket)
+        store = self.client.store(spec.parent, spec.keys, blocks, ticket, spec.number)
         if store is None:
             self._stores_never_begun.append(spec.number)
         else:
