@@ -108,7 +108,7 @@ def test_a_lost_connections_board_is_not_kept_either(server: ServerProcess) -> N
     before = things_of_clients()
     worker = PageWorker(server.socket)
     worker.populate(KEYS, BLOCKS)
-    worker.retrieve("r", KEYS, BLOCKS)
+    worker.begin_retrieve("r", KEYS, BLOCKS)
     assert worker.client._link is not None
     worker.client._link.connection.close()
     worker.client.poll()
@@ -141,9 +141,7 @@ def test_the_parent_goes_on_whatever_its_child_does_with_the_client(server: Serv
     result = lookup.wait(20)
     assert result is not None
     assert result.chunks == len(KEYS)
-    retrieve = worker.retrieve("r", KEYS, BLOCKS)
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
+    assert worker.retrieve("r", KEYS, BLOCKS).outcome is TransferStatus.OK
     assert sessions(server) == 1
     worker.close()
 

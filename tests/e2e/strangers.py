@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from lamina import protocol
 from lamina.board import Board
-from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ErrorCode
-from lamina.geometry import Geometry, PageMap, PlanePages
-from lamina_lab.known.content import equal_layers, ids, random_keys
+from lamina.geometry import Geometry
+from lamina_lab.known.content import equal_layers, ids
+from lamina_lab.known.memory import HostKvSpace
 from tests.support.server import ServerThread
 from tests.support.wait import PATIENCE_S
 from tests.support.worker import PageWorker
@@ -92,29 +91,20 @@ class Bystander:
     def __init__(self, server: ServerThread) -> None:
         self.server = server
         self.worker = PageWorker(server.settings.socket, GEOMETRY, BLOCKS)
-        self.keys = random_keys(2)
-        self.worker.populate(self.keys, range(8))
+        self.keys = self.worker.store_new(2)
 
     def check(self) -> None:
         """It is served, its chunks are there, and nobody left anything pinned."""
         self.worker.check_hit("bystander", self.keys, range(8, 16))
 
 
-class Pages:
-    """KV memory that a stranger registers."""
+class Pages(HostKvSpace):
+    """KV memory that a stranger registers: one region, all zeros."""
 
     def __init__(self, geometry: Geometry = GEOMETRY) -> None:
-        page_bytes = geometry.layers[0].page_bytes
-        self.memory = np.zeros((len(geometry.layers), BLOCKS, page_bytes), np.uint8)
-        self.geometry = geometry
-        self.page_map = PageMap(
-            (BLOCKS,),
-            tuple(
-                (PlanePages(0, layer * BLOCKS * page_bytes, page_bytes),)
-                for layer in range(len(geometry.layers))
-            ),
-        )
-        self.regions = (HostWorkerDevice().export(self.memory.ctypes.data, self.memory.nbytes),)
+        super().__init__(geometry, BLOCKS, layers_per_region=len(geometry.layers))
+        self.regions = self.export()
+        self.pages[:] = 0
 
     def register(self, number: int) -> protocol.Register:
         return protocol.Register(number, "host", self.geometry, self.page_map, self.regions)

@@ -178,9 +178,7 @@ def test_stores_on_their_way_take_half_of_the_arena_and_no_more(
     reserved = bystander.server.gauges()["arena_reserved_bytes"]
     assert 0 < reserved <= capacity / 2
     bystander.check()
-    saved = bystander.worker.store(random_keys(4), range(16))
-    assert saved.ended is not None
-    assert saved.ended.stored == 4
+    bystander.worker.store_new(4)
     worker_guest.close()
     eventually(lambda: bystander.server.gauges()["arena_reserved_bytes"] == 0)
 
@@ -328,7 +326,7 @@ def test_nobody_cancels_what_is_anothers(bystander: Bystander, worker_guest: Str
     """Neither by its number nor by its request's name."""
     worker = bystander.worker
     bystander.server.device.retrieves.close()
-    theirs = worker.retrieve("r", bystander.keys, range(8, 16))
+    theirs = worker.begin_retrieve("r", bystander.keys, range(8, 16))
     bystander.server.device.retrieves.wait_until_held()
     for number in range(200, 230):
         cancelled = worker_guest.ask(protocol.Cancel(number, number - 200))

@@ -123,7 +123,7 @@ def test_a_block_size_that_does_not_divide_the_chunk(guest: Stranger) -> None:
 
 def test_pages_outside_their_region_or_over_each_other(guest: Stranger, pages: Pages) -> None:
     planes = list(pages.page_map.planes)
-    beyond = PageMap((BLOCKS,), (*planes[:-1], (PlanePages(0, pages.memory.nbytes - 512, 512),)))
+    beyond = PageMap((BLOCKS,), (*planes[:-1], (PlanePages(0, pages.pages.nbytes - 512, 512),)))
     twice = PageMap((BLOCKS,), (*planes[:-1], planes[0]))
     nowhere = PageMap((BLOCKS,), (*planes[:-1], (PlanePages(7, 0, 512),)))
     for number, (page_map, word) in enumerate(
@@ -145,7 +145,7 @@ def test_a_device_that_the_server_does_not_have(guest: Stranger, pages: Pages) -
     ids=["none", "unmapped", "beyond"],
 )
 def test_memory_that_is_not_there(guest: Stranger, pages: Pages, handle: bytes, word: str) -> None:
-    regions = (protocol.Region(handle, pages.memory.nbytes),)
+    regions = (protocol.Region(handle, pages.pages.nbytes),)
     register = protocol.Register(5, "host", GEOMETRY, pages.page_map, regions)
     assert_refused(guest.ask(register), ErrorCode.BAD_REQUEST, word)
     assert isinstance(guest.ask(pages.register(6)), protocol.Registered)
@@ -189,13 +189,13 @@ def test_a_retrieve_that_cannot_be_is_refused_before_a_byte_is_written(
     lease = lease_of(worker_guest, bystander)
     reply = worker_guest.ask(retrieve(lease, blocks, **fields))
     assert_refused(reply, ErrorCode.BAD_REQUEST, word)
-    assert not pages.memory.any(), "it wrote all the same"
+    assert not pages.pages.any(), "it wrote all the same"
     gauges = bystander.server.gauges()
     assert (gauges["leases"], gauges["pins"]) == (0, 0), "nobody would have ended its lease"
     done = worker_guest.ask(retrieve(lease_of(worker_guest, bystander)))
     assert isinstance(done, protocol.Retrieved), "the connection is unharmed"
     assert done.status == 0
-    assert pages.memory.any()
+    assert pages.pages.any()
 
 
 def test_an_unknown_lease_an_ended_one_and_somebody_elses(
@@ -308,7 +308,7 @@ def test_chunks_of_another_geometry_are_not_retrieved(
     guest.ask(pages.register(2))
     reply = guest.ask(retrieve(lease_of(guest, bystander)))
     assert_refused(reply, ErrorCode.BAD_REQUEST, "another geometry", "namespace")
-    assert not pages.memory.any()
+    assert not pages.pages.any()
 
 
 def test_a_client_refuses_a_width_above_the_layer_count_and_loses_no_slot(
@@ -317,11 +317,10 @@ def test_a_client_refuses_a_width_above_the_layer_count_and_loses_no_slot(
     worker = bystander.worker
     with pytest.raises(SettingsError, match=r"is 5, but the model has 4 layers\. Use 1 to 4"):
         PageWorker(bystander.server.settings.socket, GEOMETRY, layerwise_overlap=5)
-    result = worker.client.lookup("r", bystander.keys).wait(20)
-    assert result is not None
+    lease = worker.find("r", bystander.keys)
     for width in (0, 5):
         with pytest.raises(GeometryError, match=f"width of {width} layers"):
-            worker.client.retrieve("r", result.lease, 0, [ids(range(8, 16))], width)
+            worker.begin_leased("r", lease, range(8, 16), width)
     worker.client.end_request("r")
     assert worker.client._link is not None
     assert worker.client._link.transfers is not None
@@ -355,7 +354,6 @@ def test_copies_that_become_forbidden_fail_their_transfers_alone(
     with monkeypatch.context() as patch:
         forbid_copies(patch)
         retrieve = worker.retrieve("r", bystander.keys, range(8, 16))
-        worker.wait(lambda: retrieve.is_acknowledged)
         store = worker.store(keys, range(4))
     assert retrieve.outcome is TransferStatus.COPY_FAILED
     assert store.ended is not None

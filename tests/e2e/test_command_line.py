@@ -23,7 +23,6 @@ from lamina.errors import SettingsError
 from lamina.server.counters import Counters
 from lamina.server.main import Server
 from lamina.settings import ClientSettings, ServerSettings
-from lamina_lab.known.content import random_keys
 from tests.e2e.strangers import (
     BLOCKS,
     GEOMETRY,
@@ -114,7 +113,7 @@ def test_version(cli: Cli) -> None:
 
 def test_status_and_clear(server: ServerThread, socket_path: Path, cli: Cli) -> None:
     worker = PageWorker(socket_path, GEOMETRY, BLOCKS, model="a model")
-    worker.store(random_keys(3), range(12))
+    worker.store_new(3)
     said = cli("status", "--socket", str(socket_path))
     assert said.code == 0
     assert "chunks" in said.out

@@ -79,7 +79,7 @@ class Victim:
             # The arena is still filling, or a flood of stores was the last to use it.
             self.worker.store(self.keys, range(BLOCKS))
         layers = len(GEOMETRY.layers)
-        retrieve = self.worker.begin_retrieve("victim", result.lease, range(BLOCKS), layers)
+        retrieve = self.worker.begin_leased("victim", result.lease, range(BLOCKS), layers)
         while not retrieve.is_acknowledged:
             client._link.connection.wait(1.0)
         assert retrieve.outcome is TransferStatus.OK

@@ -17,7 +17,6 @@ import lamina
 from lamina import protocol
 from lamina.server.listener import Listener
 from lamina.server.main import Server
-from lamina_lab.known.content import random_keys
 from tests.e2e.strangers import BLOCKS, GEOMETRY, Stranger
 from tests.support.server import ServerThread, connected_client
 from tests.support.wait import PATIENCE_S
@@ -44,7 +43,7 @@ def get(url: str, method: str = "GET") -> tuple[int, str]:
 
 def test_metrics_status_and_health(url: str, socket_path: Path) -> None:
     worker = PageWorker(socket_path, GEOMETRY, BLOCKS)
-    worker.store(random_keys(3), range(12))
+    worker.store_new(3)
     stranger = Stranger(socket_path)
     stranger.greet()
     stranger.ask(protocol.Clear(1))

@@ -21,7 +21,6 @@ from lamina import protocol
 from lamina.board import TransferStatus
 from lamina.client import MISS, Retrieve
 from lamina.errors import ServerUnavailableError
-from lamina_lab.known.content import random_keys
 from tests.support.server import ServerProcess, connected_client
 from tests.support.wait import PATIENCE_S, eventually
 from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
@@ -89,7 +88,7 @@ class _Engine:
     def begin_to_retrieve(self) -> int:
         """With a second lease that is not used."""
         self.worker.client.lookup("other", KEYS).wait(20)
-        retrieve = self.worker.retrieve("r", KEYS, TARGET)
+        retrieve = self.worker.begin_retrieve("r", KEYS, TARGET)
         self.worker.wait(lambda: retrieve.landed_slices)
         return retrieve.landed_slices
 
@@ -116,7 +115,7 @@ def start_engine(socket_path: Path) -> Iterator[Callable[[], EngineProcess]]:
 
 def begin_retrieve(worker: PageWorker) -> Retrieve:
     """A retrieve of which something has landed, but not all."""
-    retrieve = worker.retrieve("r", KEYS, TARGET)
+    retrieve = worker.begin_retrieve("r", KEYS, TARGET)
     worker.wait(lambda: retrieve.landed_slices)
     assert retrieve.outcome is None, "the retrieve is over already: nothing was tested"
     return retrieve
@@ -200,9 +199,7 @@ def test_a_server_killed_in_mid_retrieve_ends_every_wait_and_its_successor_is_us
     worker.wait(lambda: worker.client.is_usable)
     lookup = worker.client.lookup("r", KEYS)
     assert lookup.wait(20) == MISS, "the new server has none of the old one's chunks"
-    others = random_keys(CHUNKS)
-    worker.populate(others, BLOCKS)
-    worker.check_hit("r", others, TARGET)
+    worker.check_hit("r", worker.store_new(CHUNKS), TARGET)
 
 
 @pytest.mark.parametrize("failure", ["deadline", "connection"])

@@ -21,7 +21,7 @@ from lamina.client.connection import Connection
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.settings import ClientSettings
-from lamina_lab.known.content import POISON, ids, random_keys
+from lamina_lab.known.content import POISON, random_keys
 from tests.support.fault_server import FaultServer
 from tests.support.wait import eventually
 from tests.support.worker import PageWorker
@@ -39,8 +39,7 @@ class Scene:
         self.now_s = 0.0
         self.servers = [FaultServer(path)]
         self.worker = PageWorker(path, clock=lambda: self.now_s, reconnect_every_ms=1)
-        self.keys = random_keys(CHUNKS)
-        self.worker.populate(self.keys, SOURCE)
+        self.keys = self.worker.store_new(CHUNKS)
 
     @property
     def server(self) -> FaultServer:
@@ -54,7 +53,7 @@ class Scene:
         """A retrieve whose third slice waits at the valve."""
         self.server.call("retrieves.close")
         self.server.call("retrieves.let_pass", 2)
-        retrieve = self.worker.retrieve("held", self.keys, TARGET)
+        retrieve = self.worker.begin_retrieve("held", self.keys, TARGET)
         self.server.call("retrieves.wait_until_held")
         eventually(lambda: retrieve.landed_slices == 2)
         return retrieve
@@ -229,18 +228,15 @@ def test_another_server_cannot_end_the_session_of_one_that_is_stopped(
 def test_a_lease_of_the_former_server_is_none_of_its_successors(scene: Scene) -> None:
     """Row 8: the numbers of a server that was replaced between lookup and retrieve must not name
     another prompt's chunks."""
-    old = scene.client.lookup("old", scene.keys).wait(20)
-    assert old is not None
+    lease = scene.worker.find("old", scene.keys)
     scene.restart()
     scene.worker.wait(lambda: not scene.client.is_usable)
     scene.reconnect()
-    others = random_keys(CHUNKS)
-    scene.worker.populate(others, SOURCE)
+    others = scene.worker.store_new(CHUNKS)
     for number in range(8):
         scene.client.lookup(f"new {number}", others).wait(20)
     scene.worker.poison(TARGET)
-    retrieve = scene.client.retrieve("old", old.lease, 0, [ids(TARGET)], 1)
-    assert retrieve is not None
+    retrieve = scene.worker.begin_leased("old", lease, TARGET)
     scene.worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.REFUSED
     scene.worker.expect(TARGET, POISON)

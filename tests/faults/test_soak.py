@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina_lab.known.content import chain, ids, random_keys
+from lamina_lab.known.content import chain, random_keys
 from lamina_lab.known.worker import WrongBytesError
 from lamina_lab.soak.engine import GEOMETRY, SoakEngine
 from lamina_lab.soak.results import ServerLife, SoakSpec
@@ -63,11 +63,7 @@ def test_what_is_held_at_the_end_is_a_leak(socket_path: Path) -> None:
     assert engine.leaks() == []
     server.device.retrieves.close()
     worker = PageWorker(socket_path, GEOMETRY)
-    keys = chain("document 0")
-    worker.store(keys, range(4))
-    found = engine.client.lookup("r", keys).wait(20)
-    assert found is not None
-    engine.client.retrieve("r", found.lease, 0, [ids(range(4))], 1)
+    engine.worker.begin_retrieve("r", worker.store_new(1), range(4))
     assert engine.leaks() == ["1 transfers are in flight"]
     engine.free.remove(0)
     assert "1 blocks are held" in engine.leaks()

@@ -23,7 +23,7 @@ from lamina.devices.host import HostWorkerDevice
 from lamina.errors import ServerUnavailableError
 from lamina.settings import ClientSettings
 from lamina_lab.bench.processes import private_socket, server_process
-from lamina_lab.known.content import POISON, equal_layers, random_keys
+from lamina_lab.known.content import POISON, equal_layers
 from lamina_lab.known.memory import CudaKvSpace
 from lamina_lab.known.worker import KnownWorker
 from tests.support.wait import eventually
@@ -42,10 +42,7 @@ class GpuWorker(KnownWorker):
     def __init__(self, socket: Path, **settings: Any) -> None:
         super().__init__(socket, CudaKvSpace(GEOMETRY, BLOCKS), "gpu test", **settings)
         self.client.connect()
-        self.keys = random_keys(CHUNKS)
-        store = self.populate(self.keys, range(DOCUMENT_BLOCKS))
-        assert store.ended is not None
-        assert store.ended.stored == CHUNKS
+        self.keys = self.store_new(CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +71,7 @@ def test_a_thousand_retrieves_with_random_cancels_leave_no_late_byte(worker: Gpu
     for number in range(1000):
         target = (TARGET, OTHER_TARGET)[number % 2]
         width = int(rng.choice([1, 3, 8, 32]))
-        retrieve = worker.retrieve(f"r{number}", worker.keys, target, width)
+        retrieve = worker.begin_retrieve(f"r{number}", worker.keys, target, width)
         wanted = int(rng.integers(0, len(retrieve.slices) + 1))
         cancel_at(worker, retrieve, wanted)
         cancelled += retrieve.outcome is TransferStatus.CANCELLED
@@ -92,7 +89,7 @@ def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
         worker = GpuWorker(socket)
         os.kill(server.pid, signal.SIGSTOP)  # nothing will land
-        retrieve = worker.begin_retrieve("stuck", 1, TARGET)
+        retrieve = worker.begin_leased("stuck", 1, TARGET)
         stream = driver.create_stream()
         gates = StepGates(worker.space.device, [Gate(retrieve, 0)], stream)
         for layer in range(LAYERS):
@@ -110,7 +107,7 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
         worker = GpuWorker(socket, retrieve_timeout_ms=300)
         os.kill(server.pid, signal.SIGSTOP)
-        retrieve = worker.begin_retrieve("stuck", 1, TARGET)
+        retrieve = worker.begin_leased("stuck", 1, TARGET)
         stream = driver.create_stream()
         gates = StepGates(worker.space.device, [Gate(retrieve, 0)], stream)
         gates.before_all()
@@ -126,8 +123,8 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
 def test_two_engines_share_the_lane_and_both_finish_in_order(worker: GpuWorker) -> None:
     """The second engine's retrieve begins when the first's has ended, not beside it."""
     other = GpuWorker(worker.client.settings.socket)
-    first = worker.retrieve("first", worker.keys, TARGET)
-    second = other.retrieve("second", other.keys, TARGET)
+    first = worker.begin_retrieve("first", worker.keys, TARGET)
+    second = other.begin_retrieve("second", other.keys, TARGET)
     order: list[tuple[int, int]] = []
     while second.landed_slices < LAYERS:
         order.append((first.landed_slices, second.landed_slices))

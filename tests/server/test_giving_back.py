@@ -14,7 +14,7 @@ from lamina.devices.host import HostMemory, HostServerDevice
 from lamina.errors import DeviceError, RequestRefusedError
 from lamina.linux import Peer
 from lamina.protocol import Region
-from lamina_lab.known.content import ids, random_keys
+from lamina_lab.known.content import random_keys
 from tests.e2e.strangers import open_fds
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
@@ -82,14 +82,11 @@ def test_a_worker_that_gets_no_stream_leaves_nothing_opened(
 
 
 def begin_retrieve(worker: PageWorker) -> None:
-    keys = random_keys(1)
-    worker.store(keys, range(4))
-    worker.retrieve("r", keys, range(4, 8))
+    worker.begin_retrieve("r", worker.store_new(1), range(4, 8))
 
 
 def begin_store(worker: PageWorker) -> None:
-    ticket = worker.client.write_ticket()
-    assert worker.client.store(b"", random_keys(1), [ids(range(4))], ticket) is not None
+    worker.begin_store(random_keys(1), range(4))
 
 
 @pytest.mark.parametrize("direction", ["retrieves", "stores"])
@@ -97,8 +94,7 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
     server: ServerThread, worker: PageWorker, caplog: pytest.LogCaptureFixture, direction: str
 ) -> None:
     """A thousand may fail of an engine that dies, and say so while the server has better to do."""
-    keys = random_keys(1)
-    worker.store(keys, range(4))
+    keys = worker.store_new(1)
 
     def transfer(fault: DeviceError | None) -> str:
         """What it is called."""
@@ -106,9 +102,7 @@ def test_why_transfers_fail_is_said_once_until_one_does_not(
         if fault is not None:
             valve.fail_next(fault)
         if direction == "retrieves":
-            retrieve = worker.retrieve("r", keys, range(4, 8))
-            worker.wait(lambda: retrieve.is_acknowledged)
-            return f"retrieve {retrieve.number}"
+            return f"retrieve {worker.retrieve('r', keys, range(4, 8)).number}"
         return f"store {worker.store(random_keys(1), range(4)).number}"
 
     faults = (FAULT, FAULT, None, FAULT, OTHER_FAULT, OTHER_FAULT)

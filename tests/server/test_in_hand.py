@@ -33,12 +33,6 @@ def server(socket_path: Path) -> Iterator[ServerThread]:
     thread.stop()
 
 
-def save(worker: PageWorker, chunks: int) -> list[bytes]:
-    keys = random_keys(chunks)
-    worker.store(keys, range(chunks * BLOCKS_PER_CHUNK))
-    return keys
-
-
 def greeted(server: ServerThread) -> Stranger:
     stranger = Stranger(server.settings.socket)
     stranger.greet()
@@ -138,7 +132,7 @@ class Hold:
 def test_requests_of_a_connection_are_taken_up_in_order_and_others_go_on(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = save(worker, 4)
+    keys = worker.store_new(4)
     stranger, other = greeted(server), greeted(server)
     hold = Hold(monkeypatch)
     stranger.send(
@@ -166,7 +160,7 @@ def store_request(keys: Sequence[bytes]) -> protocol.Store:
 def test_an_engine_that_leaves_in_the_middle_of_its_request_leaves_nothing_held(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    keys = save(worker, 2)
+    keys = worker.store_new(2)
     stranger, pages = greeted(server), Pages()
     assert isinstance(stranger.ask(pages.register(2)), protocol.Registered)
     hold = Hold(monkeypatch)
@@ -196,7 +190,7 @@ def test_an_engine_that_leaves_in_the_middle_of_its_request_leaves_nothing_held(
 def test_a_server_that_stops_in_the_middle_of_a_clear_still_answers_it(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(worker, 2)
+    worker.store_new(2)
     stranger = greeted(server)
     hold = Hold(monkeypatch)
     stranger.send(protocol.Clear(2))
@@ -214,7 +208,7 @@ def test_a_server_that_stops_in_the_middle_of_a_clear_still_answers_it(
 def test_a_retrieve_whose_lease_ends_while_it_is_prepared_is_refused(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = save(worker, 2)
+    keys = worker.store_new(2)
     drop = LeaseTable.end_request
 
     def pin(index: Index, chunks: Sequence[Chunk]) -> None:
@@ -224,12 +218,9 @@ def test_a_retrieve_whose_lease_ends_while_it_is_prepared_is_refused(
             drop(server.server.leases, worker.client.engine, "r")
 
     inner = Index.pin
-    result = worker.client.lookup("r", keys).wait(20)
-    assert result is not None
+    lease = worker.find("r", keys)
     monkeypatch.setattr(Index, "pin", pin)
-    blocks = [ids(range(2 * BLOCKS_PER_CHUNK))]
-    retrieve = worker.client.retrieve("r", result.lease, 0, blocks, 1)
-    assert retrieve is not None
+    retrieve = worker.begin_leased("r", lease, range(2 * BLOCKS_PER_CHUNK))
     worker.wait(lambda: retrieve.is_acknowledged)
     assert retrieve.outcome is not None
     assert retrieve.outcome.name == "REFUSED"

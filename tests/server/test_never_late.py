@@ -85,12 +85,6 @@ def worker(server: ServerThread) -> Iterator[PageWorker]:
     worker.close()
 
 
-def save(worker: PageWorker, chunks: int) -> list[bytes]:
-    keys = random_keys(chunks)
-    assert not worker.store(keys, range(chunks * BLOCKS_PER_CHUNK)).given_up
-    return keys
-
-
 def lookup(worker: PageWorker, request: str, keys: Sequence[bytes]) -> int:
     result = worker.client.lookup(request, keys).wait(20)
     assert result is not None
@@ -100,7 +94,7 @@ def lookup(worker: PageWorker, request: str, keys: Sequence[bytes]) -> int:
 def test_a_clear_takes_turns(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(worker, CHUNKS)
+    worker.store_new(CHUNKS)
     meter = Meter(server, monkeypatch)
     cleared = worker.client.ask(protocol.Clear)
     assert isinstance(cleared, protocol.Cleared)
@@ -113,7 +107,7 @@ def test_a_store_takes_turns_to_find_room_and_to_become_findable(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = Meter(server, monkeypatch)
-    keys = save(worker, CHUNKS)
+    keys = worker.store_new(CHUNKS)
     meter.check(at_least=2 * CHUNKS)
     assert lookup(worker, "r", keys) == CHUNKS
 
@@ -136,7 +130,7 @@ def test_a_store_that_evicts_takes_turns_also_where_all_candidates_were_used_sin
 
     server.on_loop(fill)
     meter = Meter(server, monkeypatch)
-    save(worker, 2)
+    worker.store_new(2)
     meter.check(at_least=ARENA_BYTES // GEOMETRY.chunk_bytes)
 
 
@@ -158,11 +152,9 @@ def test_a_store_that_fails_takes_turns_to_be_forgotten(
 def test_a_long_lookup_its_retrieve_and_its_end_take_turns(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = save(worker, LONG)
+    keys = worker.store_new(LONG)
     meter = Meter(server, monkeypatch)
-    retrieve = worker.retrieve("r", keys, range(LONG * BLOCKS_PER_CHUNK))
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome == 0
+    assert worker.retrieve("r", keys, range(LONG * BLOCKS_PER_CHUNK)).outcome == 0
     eventually(lambda: server.gauges()["pins"] == 0)
     meter.check(at_least=5 * 3 * CHUNKS_PER_TURN)
 
@@ -170,7 +162,7 @@ def test_a_long_lookup_its_retrieve_and_its_end_take_turns(
 def test_an_engine_that_leaves_with_many_leases_takes_turns(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = save(worker, LEASE_CHUNKS)
+    keys = worker.store_new(LEASE_CHUNKS)
     other = PageWorker(server.settings.socket, GEOMETRY)
     for number in range(LEASES):
         lookup(other, f"request {number}", keys)
@@ -185,7 +177,7 @@ def test_an_engine_that_leaves_with_many_leases_takes_turns(
 def test_leases_that_run_out_together_take_turns(
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = save(worker, LEASE_CHUNKS)
+    keys = worker.store_new(LEASE_CHUNKS)
     for number in range(LEASES):
         lookup(worker, f"request {number}", keys)
     meter = Meter(server, monkeypatch)

@@ -38,11 +38,10 @@ def test_every_width_gives_back_every_byte_of_32_layers(
 def test_slices_land_one_after_another_and_nothing_lands_before_its_count(
     server: ServerThread, worker: PageWorker
 ) -> None:
-    keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
-    worker.populate(keys, source)
+    keys, source, target = worker.store_new(2), range(8), range(20, 28)
     worker.poison(target)
     server.device.retrieves.close()
-    retrieve = worker.retrieve("r", keys, target, width=1)
+    retrieve = worker.begin_retrieve("r", keys, target)
     for layer in range(8):
         server.device.retrieves.wait_until_held()
         assert retrieve.landed_slices == layer
@@ -65,10 +64,9 @@ def _has_landed(retrieve: Retrieve, slices: int) -> bool:
 def test_nothing_is_written_after_a_cancel_is_acknowledged(
     server: ServerThread, worker: PageWorker
 ) -> None:
-    keys, source, target = random_keys(2), list(range(8)), list(range(20, 28))
-    worker.populate(keys, source)
+    keys, target = worker.store_new(2), range(20, 28)
     server.device.retrieves.close()
-    retrieve = worker.retrieve("r", keys, target)
+    retrieve = worker.begin_retrieve("r", keys, target)
     server.device.retrieves.wait_until_held()
     worker.client.cancel(retrieve)
     eventually(lambda: server.on_loop(lambda: _is_any_cancelled(server)))
@@ -78,8 +76,7 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
     worker.wait(lambda: retrieve.is_over)
     assert retrieve.outcome is TransferStatus.CANCELLED
     worker.poison(target)
-    other = worker.retrieve("s", keys, list(range(30, 38)))  # the lane goes on with the next
-    worker.wait(lambda: other.is_acknowledged)
+    worker.retrieve("s", keys, range(30, 38))  # the lane goes on with the next
     worker.expect(target, POISON)
     assert server.gauges()["pins"] == 0
 
@@ -87,13 +84,10 @@ def test_nothing_is_written_after_a_cancel_is_acknowledged(
 def test_a_failed_copy_ends_every_wait_with_its_status(
     server: ServerThread, worker: PageWorker
 ) -> None:
-    keys, source = random_keys(2), list(range(8))
-    worker.populate(keys, source)
+    keys = worker.store_new(2)
     server.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
-    retrieve = worker.retrieve("r", keys, list(range(20, 28)))
-    worker.wait(lambda: retrieve.is_acknowledged)
+    retrieve = worker.retrieve("r", keys, range(20, 28))
     assert retrieve.outcome is TransferStatus.COPY_FAILED
-    again = worker.retrieve("r", keys, list(range(20, 28)))
-    worker.wait(lambda: again.is_acknowledged)
+    again = worker.retrieve("r", keys, range(20, 28))
     assert again.outcome is TransferStatus.OK, "the chunks and the lane are unharmed"
     assert server.gauges()["pins"] == 0

@@ -39,7 +39,7 @@ class Engine:
         self.stranger = Stranger(path)
         self.stranger.greet()
         self.pages = Pages()
-        self.pages.memory[:] = self.mark = mark
+        self.pages.pages[:] = self.mark = mark
         self.number = 0
         self.transfers = 0
         self.waiting: dict[int, type[protocol.Message]] = {}
@@ -89,7 +89,7 @@ class Engine:
         for slot in set(range(SLOTS)) - self.slots:
             assert (board.landed(slot), board.status(slot)) == (0, 0), "another's announcement"
         untouched = sorted(set(range(BLOCKS)) - self.written)
-        assert (self.pages.memory[:, untouched] == self.mark).all(), "another's bytes"
+        assert (self.pages.pages[:, :, untouched] == self.mark).all(), "another's bytes"
 
 
 class Conversations(RuleBasedStateMachine):

@@ -136,9 +136,7 @@ def test_a_store_that_is_half_copied_is_copied_no_further(
 @pytest.mark.parametrize("reach", [before_the_first_copy, copied_but_not_done])
 def test_what_was_present_stays_and_the_engine_is_told(scene: Scene, reach: Stage) -> None:
     present = CHUNKS // 2
-    saved = scene.other().populate(scene.keys[:present], range(BLOCKS // 2))
-    assert saved.ended is not None
-    assert saved.ended.stored == present
+    scene.other().populate(scene.keys[:present], range(BLOCKS // 2))
     reach(scene)
     with_all_others(scene)
     scene.let_all_pass()

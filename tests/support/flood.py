@@ -19,27 +19,24 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from lamina import protocol
 from lamina.board import Board
-from lamina.devices.host import HostWorkerDevice
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina_lab.known.content import equal_layers, ids, random_keys
+from lamina_lab.known.memory import HostKvSpace
 
 REQUESTS = 10_000
 CHUNKS = 4
 """Of each request."""
-BLOCKS_PER_CHUNK = 4
-BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
 SLOTS = 1000
-GEOMETRY = Geometry(64, (Group(16),), tuple(Layer(f"l{i}", 0, 1, 32 << 10) for i in range(16)))
+GEOMETRY = equal_layers(16, page_bytes=32 << 10)
 """A chunk is 2 MiB in 64 pages."""
+BLOCKS_PER_CHUNK = GEOMETRY.blocks_per_chunk(0)
+BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
 
 
 class Flood:
     def __init__(self, path: Path) -> None:
-        page_bytes = GEOMETRY.layers[0].page_bytes
-        self.memory = np.ones((len(GEOMETRY.layers), BLOCKS, page_bytes), np.uint8)
+        self.space = HostKvSpace(GEOMETRY, BLOCKS, layers_per_region=len(GEOMETRY.layers))
         self.board = Board.create(SLOTS)
         self.board.ticket = 1
         self.socket = socket.socket(socket.AF_UNIX)
@@ -48,16 +45,11 @@ class Flood:
         self.frames = protocol.FrameBuffer()
         self.numbers = itertools.count(1)
         self.replies: Counter[str] = Counter()
-        self.blocks = (protocol.pack_block_ids(np.arange(BLOCKS, dtype=np.int32)),)
-        self.keys = tuple(os.urandom(32) for _ in range(CHUNKS))
-        planes = tuple(
-            (PlanePages(0, layer * BLOCKS * page_bytes, page_bytes),)
-            for layer in range(len(GEOMETRY.layers))
-        )
-        region = HostWorkerDevice().export(self.memory.ctypes.data, self.memory.nbytes)
+        self.blocks = (protocol.pack_block_ids(ids(range(BLOCKS))),)
+        self.keys = tuple(random_keys(CHUNKS))
         for message in (
             protocol.Hello(0, f"flood {os.getpid()}", "flood"),
-            protocol.Register(0, "host", GEOMETRY, PageMap((BLOCKS,), planes), (region,)),
+            protocol.Register(0, "host", GEOMETRY, self.space.page_map, self.space.export()),
             protocol.Store(0, 0, b"", self.keys, self.blocks, 1),
         ):
             self.socket.sendall(protocol.encode(message))
@@ -70,7 +62,7 @@ class Flood:
             if kind == "lookup":
                 yield protocol.encode(protocol.Lookup(number, f"r{number % REQUESTS}", self.keys))
             elif kind == "store":
-                keys = tuple(os.urandom(32) for _ in range(CHUNKS))
+                keys = tuple(random_keys(CHUNKS))
                 yield protocol.encode(protocol.Store(number, number, b"", keys, self.blocks, 1))
             elif kind == "ping":
                 yield protocol.encode(protocol.Ping(number))

@@ -144,7 +144,7 @@ class TransferBench:
     def _retrieve(self, number: int, lease: int, width: int) -> tuple[Retrieve, float]:
         started_s = time.perf_counter()
         target = self.documents[number].target
-        return self.worker.begin_retrieve(f"{number}", lease, target, width), started_s
+        return self.worker.begin_leased(f"{number}", lease, target, width), started_s
 
     def _watch(
         self, retrieves: list[Retrieve], started_s: list[float], spin: bool

@@ -25,32 +25,39 @@ from lamina_lab.known.content import POISON, Blocks, Pages, ids
 
 
 class KvSpace(ABC):
-    """The pages of equal layers, full of poison: one allocation a layer, plane after plane."""
+    """The pages of equal layers, full of poison: plane after plane, a layer a region or more."""
 
-    def __init__(self, geometry: Geometry, blocks: int, device: WorkerDevice) -> None:
+    def __init__(
+        self, geometry: Geometry, blocks: int, device: WorkerDevice, layers_per_region: int = 1
+    ) -> None:
         layer = geometry.layers[0]
         self.geometry = geometry
         self.blocks = blocks
         self.device = device
         self.layer_shape = layer.planes, blocks, layer.page_bytes
         self.layer_bytes = math.prod(self.layer_shape)
+        self.layers_per_region = layers_per_region
         self.addresses = self.allocate()
         self.poison(range(blocks))
 
     @property
     def page_map(self) -> PageMap:
-        planes, _, page_bytes = self.layer_shape
-        plane_bytes = self.layer_bytes // planes
+        planes, blocks, page_bytes = self.layer_shape
+
+        def plane(layer: int, number: int) -> PlanePages:
+            region, layer = divmod(layer, self.layers_per_region)
+            offset_bytes = (layer * planes + number) * blocks * page_bytes
+            return PlanePages(region, offset_bytes, page_bytes)
+
+        layers = range(len(self.addresses))
         return PageMap(
-            (self.blocks,),
-            tuple(
-                tuple(PlanePages(layer, p * plane_bytes, page_bytes) for p in range(planes))
-                for layer in range(len(self.addresses))
-            ),
+            (blocks,), tuple(tuple(plane(layer, n) for n in range(planes)) for layer in layers)
         )
 
-    def export(self) -> list[Region]:
-        return [self.device.export(address, self.layer_bytes) for address in self.addresses]
+    def export(self) -> tuple[Region, ...]:
+        firsts = self.addresses[:: self.layers_per_region]
+        nbytes = self.layers_per_region * self.layer_bytes
+        return tuple(self.device.export(first, nbytes) for first in firsts)
 
     @abstractmethod
     def allocate(self) -> list[int]:
@@ -87,8 +94,14 @@ class HostKvSpace(KvSpace):
 
     pages: Pages
 
-    def __init__(self, geometry: Geometry, blocks: int, device: WorkerDevice | None = None) -> None:
-        super().__init__(geometry, blocks, device or HostWorkerDevice())
+    def __init__(
+        self,
+        geometry: Geometry,
+        blocks: int,
+        device: WorkerDevice | None = None,
+        layers_per_region: int = 1,
+    ) -> None:
+        super().__init__(geometry, blocks, device or HostWorkerDevice(), layers_per_region)
 
     def allocate(self) -> list[int]:
         layers = len(self.geometry.layers)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lamina.board import TransferStatus
-from lamina.client import Client, Retrieve, Store, Ticket
+from lamina.client import Client, Retrieve, Store
 from lamina.errors import LaminaError
 from lamina.settings import ClientSettings
-from lamina_lab.known.content import Blocks, Pages, content_of_run, ids
+from lamina_lab.known.content import Blocks, Pages, content_of_run, ids, random_keys
 from lamina_lab.known.memory import HostKvSpace, KvSpace
 
 _PAUSE_S = 0.5e-3
@@ -99,6 +99,12 @@ class KnownWorker:
         self.wait(lambda: store.is_over)
         return store
 
+    def store_new(self, chunks: int) -> list[bytes]:
+        """Populate the first blocks under keys of their own; returns these."""
+        keys = random_keys(chunks)
+        self.populate(keys, range(chunks * self.geometry.blocks_per_chunk(0)))
+        return keys
+
     def populate(self, keys: Sequence[bytes], blocks: Blocks) -> Store:
         """Compute chunks in these blocks, and store them whole."""
         self.compute(keys, blocks)
@@ -113,30 +119,35 @@ class KnownWorker:
             raise LaminaError("stored chunks are missing", "Look at the server's log")
         return found.lease
 
-    def begin_retrieve(
-        self, request: str, lease: int, blocks: Blocks, width: int = 1, ticket: Ticket | None = None
-    ) -> Retrieve:
-        """Begin to retrieve all that is leased, `width` layers a slice."""
-        retrieve = self.client.retrieve(request, lease, 0, [ids(blocks)], width, ticket)
+    def begin_leased(self, request: str, lease: int, blocks: Blocks, width: int = 1) -> Retrieve:
+        """Begin to retrieve what is leased, from its first chunk, `width` layers a slice."""
+        retrieve = self.client.retrieve(request, lease, 0, [ids(blocks)], width)
         if retrieve is None:
             raise LaminaError("the server is gone", "Look at its log")
         return retrieve
 
-    def retrieve(
+    def begin_retrieve(
         self, request: str, keys: Sequence[bytes], blocks: Blocks, width: int = 1
     ) -> Retrieve:
         """Find chunks, which must all be there, and begin to retrieve them."""
-        return self.begin_retrieve(request, self.find(request, keys), blocks, width)
+        return self.begin_leased(request, self.find(request, keys), blocks, width)
+
+    def retrieve(
+        self, request: str, keys: Sequence[bytes], blocks: Blocks, width: int = 1
+    ) -> Retrieve:
+        """The same, and wait until it is acknowledged, however it ended."""
+        retrieve = self.begin_retrieve(request, keys, blocks, width)
+        self.wait(lambda: retrieve.is_acknowledged)
+        return retrieve
 
     def check_hit(
         self, request: str, keys: Sequence[bytes], blocks: Blocks, width: int = 1
     ) -> None:
         """Retrieve chunks to these blocks, and compare every byte. Raises `WrongBytesError`."""
         self.poison(blocks)
-        retrieve = self.retrieve(request, keys, blocks, width)
-        self.wait(lambda: retrieve.is_acknowledged)
-        if retrieve.outcome is not TransferStatus.OK:
-            raise WrongBytesError(f"a retrieve ended as {retrieve.outcome!r}")
+        outcome = self.retrieve(request, keys, blocks, width).outcome
+        if outcome is not TransferStatus.OK:
+            raise WrongBytesError(f"a retrieve ended as {outcome!r}")
         self.expect_chunks(keys, blocks)
 
     def wait(self, condition: Callable[[], object], pause_s: float = _PAUSE_S) -> None:

@@ -47,7 +47,7 @@ class SoakEngine(KnownEngine):
         super().__init__(
             KnownWorker(
                 socket,
-                HostKvSpace(GEOMETRY, BLOCKS, StreamDevice()),
+                HostKvSpace(GEOMETRY, BLOCKS, StreamDevice(), LAYERS),
                 f"soak {seed}",
                 suspect_after_ms=250,
                 lookup_timeout_ms=LOOKUP_TIMEOUT_MS,

@@ -93,6 +93,23 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+_SMALL = Model(
+    hidden=1024,
+    layers=16,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    mlp=2816,
+    dtype="bfloat16",
+    block_tokens=16,
+    chunk_tokens=64,
+    gpu_blocks=4096,
+    max_tokens=8192,
+    arena_bytes=4 << 30,
+    workload=Workload(
+        document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
+    ),
+)
 MODELS = {
     "llama-3.1-8b": Model(
         hidden=4096,
@@ -109,39 +126,15 @@ MODELS = {
         arena_bytes=40 << 30,
         workload=Workload(),
     ),
-    "small": Model(
-        hidden=1024,
-        layers=16,
-        heads=8,
-        kv_heads=4,
-        head_dim=128,
-        mlp=2816,
-        dtype="bfloat16",
-        block_tokens=16,
-        chunk_tokens=64,
-        gpu_blocks=4096,
-        max_tokens=8192,
-        arena_bytes=4 << 30,
-        workload=Workload(
-            document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
-        ),
-    ),
-    "small-mla": Model(
-        hidden=1024,
+    "small": _SMALL,
+    "small-mla": msgspec.structs.replace(
+        _SMALL,
         layers=8,
         heads=16,
         kv_heads=16,
         head_dim=192,
-        mlp=2816,
-        dtype="bfloat16",
         block_tokens=64,
-        chunk_tokens=64,
         gpu_blocks=1024,
-        max_tokens=8192,
-        arena_bytes=4 << 30,
-        workload=Workload(
-            document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
-        ),
         latent=512,
     ),
     "tiny": Model(
