@@ -19,11 +19,12 @@ import numpy as np
 from lamina.client import Client
 from lamina.copies import CopyPlan
 from lamina.devices.host import HostWorkerDevice
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.geometry import PageMap, PlanePages
 from lamina.server.arena import Arena
 from lamina.server.index import Index
 from lamina.settings import ClientSettings
 from lamina_lab.bench.processes import private_socket, server_process
+from lamina_lab.known.content import equal_layers
 
 LAYERS, PAGE_BYTES, BLOCK_TOKENS, CHUNK_TOKENS = 32, 64 << 10, 16, 256
 BLOCKS = 4096
@@ -79,10 +80,8 @@ def time_lookup(rounds: int = 2000) -> Figures:
 
 def time_planning() -> Figures:
     """Copy lists of a 2 GiB retrieve of 64 KiB pages in random blocks."""
-    geometry = Geometry(
-        CHUNK_TOKENS,
-        (Group(BLOCK_TOKENS),),
-        tuple(Layer(f"{i}", 0, 1, PAGE_BYTES) for i in range(LAYERS)),
+    geometry = equal_layers(
+        LAYERS, PAGE_BYTES, chunk_tokens=CHUNK_TOKENS, block_tokens=BLOCK_TOKENS
     )
     page_map = PageMap((BLOCKS,), tuple((PlanePages(i, 0, PAGE_BYTES),) for i in range(LAYERS)))
     count = PLAN_BYTES // PAGE_BYTES // LAYERS

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lamina.board import TransferStatus
-from lamina_lab.known.content import chain
+from lamina_lab.known.content import random_prompt
 from tests.support.life import GEOMETRY, Life, World
 from tests.support.server import ServerThread
 from tests.support.valve import Valve
@@ -54,18 +54,12 @@ class Soak:
     def life(self) -> Life:
         return self.random.choice(self.world.lives)
 
-    def prompt(self) -> list[bytes]:
-        """One of many prompts; the first are asked for most, and many begin alike."""
-        number = int(self.random.paretovariate(0.7)) % 60
-        length = self.random.randint(1, 5)
-        return chain(f"document {number // 3}", *(f"{number} {part}" for part in range(1, length)))
-
     def valve(self) -> Valve:
         device = self.world.server.device
         return self.random.choice([device.retrieves, device.retrieves, device.stores])
 
     def serve(self) -> None:
-        life, keys = self.life(), self.prompt()
+        life, keys = self.life(), random_prompt(self.random)
         request = self.random.choice(REQUESTS)
         found = life.lookup(request, keys)
         if found:
@@ -76,7 +70,7 @@ class Soak:
             life.store(keys, found)
 
     def store(self) -> None:
-        keys = self.prompt()
+        keys = random_prompt(self.random)
         self.life().store(keys, self.random.randrange(len(keys)))
 
     def retrieve(self) -> None:
@@ -99,7 +93,7 @@ class Soak:
         if retrieves := self.world.retrieves:
             life, retrieve = self.random.choice(retrieves)
             life.end_request(retrieve.request)
-            life.lookup(retrieve.request, self.prompt())
+            life.lookup(retrieve.request, random_prompt(self.random))
 
     def cancel(self) -> None:
         if retrieves := self.world.retrieves:
@@ -112,7 +106,7 @@ class Soak:
             life.end_lease(request)
 
     def leave_lookup(self) -> None:
-        self.life().leave_lookup(self.prompt())
+        self.life().leave_lookup(random_prompt(self.random))
 
     def hold(self) -> None:
         self.valve().close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,13 @@ def chain(*names: str) -> list[bytes]:
     for name in names:
         keys.append(hashlib.sha256(keys[-1] + name.encode()).digest())
     return keys[1:]
+
+
+def random_prompt(rng: random.Random) -> list[bytes]:
+    """Keys of one of 60 prompts: the first are asked for most, and many begin alike."""
+    number = int(rng.paretovariate(0.7)) % 60
+    parts = range(1, rng.randint(1, 5))
+    return chain(f"document {number // 3}", *(f"{number} {part}" for part in parts))
 
 
 @functools.lru_cache(maxsize=4096)

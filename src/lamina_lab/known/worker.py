@@ -40,6 +40,7 @@ class KnownWorker:
         socket: Path,
         space: KvSpace,
         label: str = "worker",
+        *,
         engine: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         model: str = "",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lamina.board import TransferStatus
 from lamina.client import Lookup
-from lamina_lab.known.content import POISON, chain, equal_layers
+from lamina_lab.known.content import POISON, chain, equal_layers, random_prompt
 from lamina_lab.known.engine import KnownEngine, KnownRetrieve, KnownStore
 from lamina_lab.known.memory import HostKvSpace
 from lamina_lab.known.stream import StreamDevice
@@ -18,7 +18,6 @@ from lamina_lab.known.worker import KnownWorker
 LAYERS, BLOCKS = 4, 128
 GEOMETRY = equal_layers(LAYERS, page_bytes=4096)
 BLOCKS_PER_CHUNK = GEOMETRY.blocks_per_chunk(0)
-PROMPTS, MAX_CHUNKS = 60, 5
 CHECK_ALL_EVERY = 50
 RETRIEVE_TIMEOUT_MS, LOOKUP_TIMEOUT_MS = 1_000, 200
 WEIGHTS = {
@@ -133,9 +132,7 @@ class SoakEngine(KnownEngine):
     # Operations.
 
     def _ask(self) -> None:
-        number = int(self._random.paretovariate(0.7)) % PROMPTS
-        parts = range(1, self._random.randint(1, MAX_CHUNKS))
-        keys = chain(f"document {number // 3}", *(f"{number} {part}" for part in parts))
+        keys = random_prompt(self._random)
         self._requests += 1
         request = f"r{self._requests}"
         self._asked.append(_Asked(request, keys, self.client.lookup(request, keys)))
