@@ -196,6 +196,26 @@ def test_retrieves_in_flight_drop_no_store(bystander: Bystander, worker_guest: S
     assert stored.stored == 1
 
 
+def test_stores_in_flight_are_bounded_and_one_that_ends_makes_room_for_another(
+    bystander: Bystander, worker_guest: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_STORES", 2)
+    session = next(s for s in bystander.server.server.sessions if s.label == "guest")
+    worker_guest.send(store(30, NEVER), store(31, NEVER))
+    dropped = worker_guest.ask(store(32))
+    assert isinstance(dropped, protocol.Stored)
+    assert (dropped.stored, dropped.dropped) == (0, 1)
+    assert (session.stores, session.reserved_bytes) == (2, 2 * GEOMETRY.chunk_bytes)
+    worker_guest.board.ticket = NEVER
+    ended = [worker_guest.receive(), worker_guest.receive()]
+    assert {reply.id for reply in ended if reply} == {30, 31}
+    assert (session.stores, session.reserved_bytes) == (0, 0)
+    for number in (33, 34, 35):
+        stored = worker_guest.ask(store(number))
+        assert isinstance(stored, protocol.Stored)
+        assert stored.stored == 1
+
+
 def test_transfers_whose_ticket_never_comes_are_cancelled_in_the_end(
     bystander: Bystander, worker_guest: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
