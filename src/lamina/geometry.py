@@ -116,6 +116,11 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return -(-int(self.layer_offsets[-1]) // CHUNK_ALIGNMENT_BYTES) * CHUNK_ALIGNMENT_BYTES
 
     @cached_property
+    def token_bytes(self) -> int:
+        """The KV of a token in all layers, rounded up."""
+        return -(-int(self.layer_offsets[-1]) // self.chunk_tokens)
+
+    @cached_property
     def step_tokens(self) -> int:
         """The least common multiple of the block sizes: transfers start and end on it."""
         return math.lcm(*(group.block_tokens for group in self.groups))

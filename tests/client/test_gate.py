@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.board import Board, TransferStatus, reached
-from lamina.client import Gate, Retrieve, StepGates
+from lamina.client import Gate, Retrieve, StepGates, UsageError
 from lamina.devices.host import HostWorkerDevice
 from lamina.geometry import Geometry, Group, Layer
 
@@ -239,6 +239,17 @@ def test_before_all_waits_for_what_the_layers_have_not_waited_for(
     device.waits.clear()
     gates.before_all()
     assert [wait[:2] for wait in device.waits] == [(one.slot, 2)]
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_layer_that_does_not_exist_is_not_waited_for(
+    begin: Begin, device: RecordingDevice, layer: int
+) -> None:
+    """No slice of it would ever land: the wait had no end, also when the retrieve is given up."""
+    gates = StepGates(device, [Gate(begin(width=3), 0)])
+    with pytest.raises(UsageError, match=f"there is no layer {layer} among {LAYERS}"):
+        gates.before_layer(layer)
+    assert not device.waits
 
 
 def test_a_retrieve_of_which_a_layer_ran_without_a_wait_is_named(

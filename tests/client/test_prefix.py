@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from lamina.client import Batch, FixedPolicy, LookupResult, Prefix, Prefixes
-from lamina.keys import Namespace, chunk_keys
+from lamina.client import (
+    Batch,
+    FixedPolicy,
+    Geometry,
+    Group,
+    Layer,
+    LookupResult,
+    Namespace,
+    Prefix,
+    Prefixes,
+    chunk_keys,
+)
 
 CHUNK, BLOCK = 16, 4
 NAMESPACE = Namespace(model="m", weights="w", dtype="d", geometry=b"g")
@@ -218,6 +228,21 @@ def test_an_offer_asks_the_policy_and_commits_nothing(world: World) -> None:
     assert (offer.start_tokens, offer.hit_tokens, offer.tokens) == (8, 40, 40)
     assert offer.release[:2] == (2, 0)
     assert prefix.take_lease() == 1
+
+
+def test_who_knows_its_geometry_says_it_once(world: World) -> None:
+    """Blocks of two groups: transfers lie on whole blocks of both. A page of three bytes, so that
+    the bytes of a token are rounded up."""
+    geometry = Geometry(
+        CHUNK, (Group(BLOCK), Group(8)), (Layer("a", 0, 2, 100), Layer("b", 1, 1, 3))
+    )
+    prefixes = Prefixes.of(world.prefixes.client, geometry, 512, clock=lambda: world.now_s)
+    assert (prefixes.chunk_tokens, prefixes.block_tokens, prefixes.step_tokens) == (CHUNK, 8, 512)
+    assert prefixes.meters.copies.token_bytes == -(-(2 * 4 * 100 + 2 * 3) // CHUNK) == 51
+    prefix = prefixes.begin("r", NAMESPACE, FixedPolicy(5))
+    assert prefix.hit(TOKENS[:16]) == 8
+    query, offer = prefixes.offer(prefix, 16, 0, 8)
+    assert (query.layers, query.batch, offer.release.layers_per_slice) == (2, Batch(), 2)
 
 
 def test_numbers_of_transfers_are_unlike_each_other(world: World) -> None:

@@ -1,4 +1,5 @@
-"""The engine's side of Lamina, for any engine. An engine needs no more than what is named here."""
+"""The engine's side of Lamina, for any engine. An engine needs no more than what is named here:
+`docs/engines.md` has a whole one, and what each call may and must do."""
 
 from lamina.board import TransferStatus
 from lamina.client.client import MISS, Client, Lookup, LookupResult
@@ -20,6 +21,7 @@ from lamina.client.release import (
 )
 from lamina.client.transfers import Retrieve, Store, Ticket
 from lamina.devices.base import WorkerDevice
+from lamina.devices.cuda import CudaWorkerDevice
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import (
     DeviceError,
@@ -32,7 +34,7 @@ from lamina.errors import (
     UsageError,
 )
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
-from lamina.keys import Extra, KeyChain, Namespace
+from lamina.keys import Extra, KeyChain, Namespace, chunk_keys
 from lamina.settings import ClientSettings
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Batch",
     "Client",
     "ClientSettings",
+    "CudaWorkerDevice",
     "DeviceError",
     "ErrorCode",
     "Extra",
@@ -79,6 +82,7 @@ __all__ = [
     "UsageError",
     "WholePolicy",
     "WorkerDevice",
+    "chunk_keys",
     "policy_of",
     "release_policy",
 ]

@@ -59,7 +59,8 @@ class StepGates:
         """Make the compute stream wait for the slices of `layer`, unless it does already.
 
         Slices land in order, so a wait for one is a wait for all before it: a slice is waited for
-        at the first of its layers that runs, whatever the order of the layers.
+        at the first of its layers that runs, whatever the order of the layers. Raises `UsageError`
+        as `Retrieve.slice_of`.
         """
         self._layers.add(layer)
         for index, gate in enumerate(self.gates):

@@ -1,11 +1,10 @@
 """What an engine's scheduler does with the cache for each request: the same for every engine.
 
-    prefixes = Prefixes(client, chunk_tokens, block_tokens, step_tokens)
-    prefixes.set_model(layers, token_bytes)            # before the first offer
+    prefixes = Prefixes.of(client, geometry, step_tokens)
     prefix = prefixes.begin(name, namespace, policy)   # a new request
     prefix.look_up(tokens)                             # asks the server and does not wait
     hit = prefix.hit(tokens)                           # tokens it has; None: no answer yet
-    offer = prefixes.offer(prefix, ...)                # how many to retrieve, and how
+    query, offer = prefixes.offer(prefix, ...)         # how many to retrieve, and how
     lease = prefix.take_lease()                        # the retrieve has the lease from now on
     prefix.give_back()                                 # or the hit is not used
     chunks = prefix.unstored(computed_tokens)          # full chunks that the server lacks
@@ -24,7 +23,10 @@ from typing import NamedTuple
 
 from lamina.client.client import Client, Lookup
 from lamina.client.release import Batch, Meters, Release, ReleasePolicy, ReleaseQuery
+from lamina.geometry import Geometry
 from lamina.keys import Extra, KeyChain, Namespace, Tokens
+
+ALONE = Batch()
 
 
 class Offer(NamedTuple):
@@ -49,6 +51,9 @@ class Prefixes:
 
     `step_tokens` bounds the tokens of a step, `clock` gives seconds. One number names a transfer
     of the engine everywhere, a retrieve or a store: take it from `next_number`.
+
+    An engine that knows its `Geometry` makes it with `of`. One that learns later what its workers'
+    KV is makes it so, and tells it with `set_model` before the first offer.
     """
 
     def __init__(
@@ -67,6 +72,19 @@ class Prefixes:
         self.meters = Meters(1, 1, chunk_tokens, step_tokens)
         """What `auto` reckons with. Tell it of retrieves and of steps."""
         self._numbers = itertools.count(1)
+
+    @classmethod
+    def of(
+        cls,
+        client: Client,
+        geometry: Geometry,
+        step_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Prefixes:
+        """For KV of this `geometry`."""
+        prefixes = cls(client, geometry.chunk_tokens, geometry.step_tokens, step_tokens, clock)
+        prefixes.set_model(len(geometry.layers), geometry.token_bytes)
+        return prefixes
 
     def set_model(self, layers: int, token_bytes: int) -> None:
         """How many layers there are, and the KV of a token in all of them."""
@@ -90,7 +108,12 @@ class Prefixes:
         return Prefix(self, name, chain, policy, dict(extras or {}), may_store)
 
     def offer(
-        self, prefix: Prefix, tokens: int, start_tokens: int, hit_tokens: int, others: Batch
+        self,
+        prefix: Prefix,
+        tokens: int,
+        start_tokens: int,
+        hit_tokens: int,
+        others: Batch = ALONE,
     ) -> tuple[ReleaseQuery, Offer]:
         """Ask the request's policy how to retrieve `hit_tokens` beyond `start_tokens`, the engine's
         own, of `tokens` in all. `others` are the rest of its batch."""

@@ -80,8 +80,14 @@ class Retrieve:
         return self.base + len(self.slices)
 
     def slice_of(self, layer: int) -> int:
-        """The number of the slice that `layer` is in."""
-        first = self.slices[0]
+        """The number of the slice that `layer` is in. Raises `UsageError` for a layer that the
+        geometry lacks: its slice would never land, and nobody would end a wait for it."""
+        first, layers = self.slices[0], self.slices[-1].end_layer
+        if not 0 <= layer < layers:
+            raise UsageError(
+                f"there is no layer {layer} among {layers}",
+                "Number layers as the geometry has them, in order of execution",
+            )
         return layer // (first.end_layer - first.first_layer)
 
     @property

@@ -67,8 +67,7 @@ class ReferenceEngine:
                 for layer in range(config.layers)
             ]
             client.register(geometry, page_map_of(self.memory, config, num_blocks), regions)
-            prefixes = Prefixes(client, chunk_tokens, config.block_tokens, max_step_tokens)
-            prefixes.set_model(config.layers, config.kv_bytes_per_token)
+            prefixes = Prefixes.of(client, geometry, max_step_tokens)
             self.cache = Cache(prefixes, namespace, self.pool)
         self.scheduler = Scheduler(
             self.pool, self.cache, namespace, config.block_tokens, max_step_tokens
