@@ -18,6 +18,7 @@ from lamina.client import (
     Namespace,
     Prefix,
     Prefixes,
+    UsageError,
     chunk_keys,
 )
 
@@ -160,8 +161,9 @@ def test_a_lease_is_taken_or_given_back_once(world: World) -> None:
     unused.give_back()
     unused.give_back()
     assert world.client.given_back == [2]
-    with pytest.raises(AssertionError):
-        unused.take_lease()
+    for prefix in (taken, unused, world.begin()):
+        with pytest.raises(UsageError, match="no lease to take"):
+            prefix.take_lease()
 
 
 def test_a_miss_has_no_lease_to_give_back(world: World) -> None:
@@ -243,6 +245,11 @@ def test_who_knows_its_geometry_says_it_once(world: World) -> None:
     assert prefix.hit(TOKENS[:16]) == 8
     query, offer = prefixes.offer(prefix, 16, 0, 8)
     assert (query.layers, query.batch, offer.release.layers_per_slice) == (2, Batch(), 2)
+
+
+def test_who_has_no_policy_is_offered_nothing(world: World) -> None:
+    with pytest.raises(UsageError, match="has no policy"):
+        world.prefixes.offer(world.begin(policy=None), 100, 0, 48)
 
 
 def test_numbers_of_transfers_are_unlike_each_other(world: World) -> None:

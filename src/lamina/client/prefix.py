@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from lamina.client.client import Client, Lookup
 from lamina.client.release import Batch, Meters, Release, ReleasePolicy, ReleaseQuery
+from lamina.errors import UsageError
 from lamina.geometry import Geometry
 from lamina.keys import Extra, KeyChain, Namespace, Tokens
 
@@ -116,8 +117,10 @@ class Prefixes:
         others: Batch = ALONE,
     ) -> tuple[ReleaseQuery, Offer]:
         """Ask the request's policy how to retrieve `hit_tokens` beyond `start_tokens`, the engine's
-        own, of `tokens` in all. `others` are the rest of its batch."""
-        assert prefix.policy is not None
+        own, of `tokens` in all. `others` are the rest of its batch. Raises `UsageError` for a
+        request without a policy."""
+        if prefix.policy is None:
+            raise UsageError("the request has no policy", "Begin it with one, or retrieve nothing")
         left = tokens - start_tokens - hit_tokens
         query = self.meters.query(self.clock(), start_tokens, hit_tokens, left, others)
         release = prefix.policy.decide(query)
@@ -187,9 +190,10 @@ class Prefix:
         return min(result.chunks * self._prefixes.chunk_tokens, most)
 
     def take_lease(self) -> int:
-        """The lease of the hit: whoever takes it retrieves. Only after `hit` has told of one."""
-        lease = self._lease
-        assert lease, "no hit"
+        """The lease of the hit: whoever takes it retrieves. Once, after `hit` has told of one;
+        raises `UsageError` otherwise."""
+        if not (lease := self._lease):
+            raise UsageError("there is no lease to take", "Take it once, after `hit` told of a hit")
         self.lookup = None
         return lease
 
