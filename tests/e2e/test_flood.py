@@ -34,7 +34,7 @@ def server(socket_path: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(
         socket_path, "--arena", "512MiB", "--chunk-tokens", "64", "--host-link-gbps", "1"
     )
-    server.wait_until_serving()
+    server.wait_until_filled()
     yield server
     server.stop()
 

@@ -40,10 +40,13 @@ def start_server(socket_path: Path) -> Iterator[StartServer]:
     """Starts servers at `socket_path`, one after another; none outlives the test."""
     servers: list[ServerProcess] = []
 
-    def start(*options: str) -> ServerProcess:
+    def start(*options: str, is_filled: bool = True) -> ServerProcess:
         options = ("--arena", "8MiB", "--chunk-tokens", "64", *options)
         servers.append(ServerProcess(socket_path, *options))
-        servers[-1].wait_until_serving()
+        if is_filled:
+            servers[-1].wait_until_filled()
+        else:
+            servers[-1].wait_until_serving()
         return servers[-1]
 
     yield start
@@ -323,7 +326,7 @@ def test_a_server_answers_long_before_its_arena_is_filled(
     """About a second on an idle machine, whatever the arena's size; stopping is as quick."""
     arena_bytes = min(8 << 30, _available_bytes() // 4)
     started_s = time.monotonic()
-    server = start_server("--arena", f"{arena_bytes}B")
+    server = start_server("--arena", f"{arena_bytes}B", is_filled=False)
     client = connected_client(socket_path)
     assert isinstance(client.ask(protocol.Ping), protocol.Pong)
     stats = client.ask(protocol.GetStats)

@@ -102,6 +102,12 @@ class ServerProcess:
         eventually(lambda: self._takes_connections() or self.process.poll() is not None)
         assert self.process.poll() is None, self.said
 
+    def wait_until_filled(self) -> None:
+        """Return once all of its arena is there: until then it may have no room for a store, which
+        it drops. For servers that log to no other place and on no higher level."""
+        eventually(lambda: "is resident" in self.said or self.process.poll() is not None)
+        self.wait_until_serving()
+
     def _takes_connections(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(self.socket)) == 0

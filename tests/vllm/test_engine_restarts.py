@@ -58,7 +58,7 @@ def serve(socket: Path) -> ServerProcess:
     socket.unlink(missing_ok=True)  # a killed server's, by which a new one's would not be noticed
     options = ("--arena", "128MiB", "--chunk-tokens", str(CHUNK_TOKENS))
     server = ServerProcess(socket, *options, "--host-link-gbps", SLOW_GBPS)
-    server.wait_until_serving()
+    server.wait_until_filled()
     return server
 
 

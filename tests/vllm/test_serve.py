@@ -111,7 +111,7 @@ class OpenAiServer:
 @pytest.fixture
 def lamina(socket_path: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(socket_path, "--arena", "64MiB", "--chunk-tokens", str(CHUNK_TOKENS))
-    server.wait_until_serving()
+    server.wait_until_filled()
     yield server
     server.stop()
 

@@ -218,6 +218,7 @@ def test_a_server_killed_in_mid_retrieve_ends_in_recompute(socket_path: Path) ->
         socket_path, "--arena", "16MiB", "--chunk-tokens", str(CHUNK), "--host-link-gbps", "0.001"
     )
     try:
+        server.wait_until_filled()
         engine = Engine(SMALL, 64, client=new_client(socket_path, reconnect_every_ms=1))
         engine.step_until(lambda: engine.client is not None and engine.client.is_usable)
         populate(engine, PROMPT[:CHUNK])
