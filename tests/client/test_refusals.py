@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.client import MISS, ErrorCode, GeometryError, TransferStatus
+from lamina.client import MISS, ErrorCode, GeometryError, Ticket, TransferStatus
 from lamina_lab.known.content import ids, random_keys
 from tests.support.misused import BLOCKS, ELSEWHERE, KEYS, find, retrieve
+from tests.support.server import ServerThread
+from tests.support.wait import eventually
 from tests.support.worker import BLOCKS_PER_CHUNK, PageWorker
 
 # Block ids
@@ -158,3 +160,18 @@ def test_a_lookup_and_a_store_say_why_they_were_refused(
     worker.store(twice, BLOCKS)
     said = [record.getMessage() for record in caplog.records]
     assert [sum(kind in line for line in said) for kind in kinds] == [1, 0], "lookups were well"
+
+
+def test_a_retrieve_that_never_begins_ends_its_lease(
+    server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots are taken, or the ticket is another connection's: nobody comes back for it."""
+    transfers = worker.client._transfers()
+    assert transfers is not None
+    lease = find(worker)
+    assert worker.client.retrieve("r", lease, 0, [ids(ELSEWHERE)], 1, Ticket(1, None)) is None
+    eventually(lambda: not len(server.server.leases))
+    lease = find(worker)
+    monkeypatch.setattr(transfers, "_free_slots", [])
+    assert worker.client.retrieve("r", lease, 0, [ids(ELSEWHERE)], 1) is None
+    eventually(lambda: not len(server.server.leases))

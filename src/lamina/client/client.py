@@ -193,11 +193,13 @@ class Client(Links):
         self._check_registered()
         check_name("the request's name", request)
         transfers = self._transfers() if ticket is None else self._transfers_after(ticket)
+        lease = checked_number("the lease", lease)
         if transfers is None or not transfers.has_free_slot:
+            self.end_lease(lease)  # nobody comes back for it
             return None
         retrieve = transfers.retrieve(
             request,
-            checked_number("the lease", lease),
+            lease,
             checked_number("start_tokens", start_tokens),
             block_ids,
             checked_number("layers_per_slice", layers_per_slice),
@@ -226,7 +228,7 @@ class Client(Links):
         is no server. It is over after `store_timeout_ms` at the latest, at the next `poll`.
 
         `parent` is the key of the chunk before the first of `keys`, empty at the start of a prompt:
-        under a wrong one, what is stored is never found. `block_ids` has one array of int32 a
+        under a wrong one, what is stored may be dropped or never be found. `block_ids` has one array of int32 a
         group; `number` is as a retrieve's. Raises `UsageError` or `GeometryError`: nothing has
         begun then.
         """

@@ -179,7 +179,8 @@ class Links:
 
     def poll(self) -> None:
         """Read replies, give up stores past their deadline, notice a lost server, reconnect when it
-        is time. Never blocks."""
+        is time. Never blocks, but for a GPU: what a lost connection leaves there is given back once
+        all that the engine has enqueued is done."""
         self._check_open()
         link = self._link
         if link is not None:
