@@ -228,9 +228,9 @@ class Client(Links):
         is no server. It is over after `store_timeout_ms` at the latest, at the next `poll`.
 
         `parent` is the key of the chunk before the first of `keys`, empty at the start of a prompt:
-        under a wrong one, what is stored may be dropped or never be found. `block_ids` has one array of int32 a
-        group; `number` is as a retrieve's. Raises `UsageError` or `GeometryError`: nothing has
-        begun then.
+        under a wrong one, what is stored may be dropped or never be found. `block_ids` has one
+        array of int32 a group; `number` is as a retrieve's. Raises `UsageError` or `GeometryError`:
+        nothing has begun then.
         """
         self._check_registered()
         check_parent(parent)
