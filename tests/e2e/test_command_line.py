@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 import lamina
 from lamina import protocol
+from lamina.cli import app as commands
 from lamina.cli import main
 from lamina.cli.options import check_writable
 from lamina.cli.status_view import status_view
@@ -105,6 +107,51 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Said(code or 0, *capsys.readouterr())
 
     return run
+
+
+class Entry(NamedTuple):
+    """An entry point of some package."""
+
+    name: str
+    loaded: Any
+
+    def load(self) -> Any:
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+def test_other_packages_bring_commands_and_a_broken_one_costs_only_itself(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greet() -> None:
+        print("hello")
+
+    entries = [Entry("greet", greet), Entry("broken", ImportError("no module named x"))]
+    monkeypatch.setattr(commands, "entry_points", lambda group: entries)
+    said = cli("greet")
+    assert (said.code, said.out) == (0, "hello\n")
+    assert said.err == "lamina: 'broken' is not available: no module named x\n"
+
+
+def test_the_laboratory_is_found_and_not_imported_by_the_product() -> None:
+    """A process that imports all of the command line but for others' commands."""
+    code = "import lamina.cli.app, lamina.server.main, sys; print('lamina_lab' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    names = {entry.name for entry in importlib.metadata.entry_points(group="lamina.commands")}
+    assert names >= {"bench", "demo"}
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "starlette", "uvicorn", "prometheus_client"])
+def test_without_what_the_server_needs_it_says_what_to_install(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from lamina.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"lamina: {package} is not installed here" in done.stderr
+    assert "pip install '.[server]'" in done.stderr
 
 
 def test_version(cli: Cli) -> None:

@@ -7,6 +7,9 @@ from typing import NoReturn
 
 from lamina.errors import LaminaError, SettingsError
 
+_SERVER_NEEDS = ("typer", "rich", "starlette", "uvicorn", "prometheus_client")
+"""What `lamina[server]` installs, as it is imported."""
+
 
 def main() -> None:
     """Run the command; an error that is made on purpose is one line, not a trace.
@@ -15,16 +18,21 @@ def main() -> None:
     failed.
     """
     try:
-        import typer
-
-        from lamina.cli.app import add_commands, app
+        _run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("lamina"):
+        package = (error.name or "").split(".")[0]
+        if package not in _SERVER_NEEDS:
             raise
-        _fail(f"{error.name} is not installed here. Install the server: pip install '.[server]'", 1)
-    usage_error: type[Exception] = typer.BadParameter.__bases__[
-        0
-    ]  # typer names no other of click's
+        _fail(f"{package} is not installed here. Install the server: pip install '.[server]'", 1)
+
+
+def _run() -> NoReturn:
+    import typer
+
+    from lamina.cli.app import add_commands, app
+
+    # typer has no other name for what click raises
+    usage_error: type[Exception] = typer.BadParameter.__bases__[0]
     add_commands()
     try:
         code = app(standalone_mode=False)
