@@ -12,6 +12,11 @@ CORE = (
         "server/lane.py",
         "while self._in_flight and self._stream.is_done(self._in_flight[0][0]):",
         "while self._in_flight:",
+        (
+            "tests/server/test_lane.py",
+            "tests/server/test_transfer.py",
+            "tests/server/test_lane_start.py",
+        ),
     ),
     Mutation(
         "failed-is-over",
@@ -20,6 +25,10 @@ CORE = (
         "client/transfers.py",
         "return self._acknowledged or self.outcome is TransferStatus.OK",
         "return self._acknowledged or self.outcome is not None",
+        (
+            "tests/client/test_transfers.py",
+            "tests/client/test_watchdog.py",
+        ),
     ),
     Mutation(
         "end-session-answered-early",
@@ -28,6 +37,11 @@ CORE = (
         "server/service.py",
         "            await former.over.wait()\n",
         "            pass\n",
+        (
+            "tests/server/test_giving_back.py",
+            "tests/client/test_link.py",
+            "tests/server/test_in_hand.py",
+        ),
     ),
     Mutation(
         "dead-pid-copied",
@@ -36,6 +50,7 @@ CORE = (
         "devices/host.py",
         "        if self.peer.is_dead():\n            raise PeerGoneError",
         "        if False:\n            raise PeerGoneError",
+        ("tests/devices/test_host.py",),
     ),
     Mutation(
         "gate-slice-before",
@@ -44,6 +59,7 @@ CORE = (
         "client/gate.py",
         "needed = gate.retrieve.slice_of(layer) + 1",
         "needed = gate.retrieve.slice_of(layer)",
+        ("tests/client/test_gate.py",),
     ),
     Mutation(
         "base-used-again",
@@ -52,6 +68,10 @@ CORE = (
         "client/transfers.py",
         "self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF",
         "self._bases[slot] = retrieve.base",
+        (
+            "tests/client/test_transfers.py",
+            "tests/client/test_gate.py",
+        ),
     ),
     Mutation(
         "refused-retrieve-keeps-lease",
@@ -60,6 +80,7 @@ CORE = (
         "server/service.py",
         "            self._leases.end(session.engine, request.lease)\n            raise\n",
         "            raise\n",
+        ("tests/client/test_refusals.py",),
     ),
     Mutation(
         "late-lookup-keeps-lease",
@@ -68,6 +89,12 @@ CORE = (
         "client/client.py",
         "elif found.lease and self._connection is not None:",
         "elif False and self._connection is not None:",
+        (
+            "tests/client/test_lookup.py",
+            "tests/client/test_misuse.py",
+            "tests/client/test_prefix.py",
+            "tests/e2e/test_processes.py",
+        ),
     ),
     Mutation(
         "failed-before-forgotten",
@@ -76,6 +103,7 @@ CORE = (
         "client/gate.py",
         "failed = [gate.retrieve for gate in self._failed_before]",
         "failed: list[Retrieve] = []",
+        ("tests/client/test_gate.py",),
     ),
     Mutation(
         "weights-written-meanwhile",
@@ -84,6 +112,7 @@ CORE = (
         "content.py",
         "if max(times) + CLOCK_SLACK_NS > unchanged_since_ns:",
         "if False:",
+        ("tests/test_content.py",),
     ),
     Mutation(
         "cut-short-is-ok",
@@ -92,6 +121,10 @@ CORE = (
         "server/transfer.py",
         "if error is not None or self._enqueued_slices < len(self.slices):",
         "if error is not None:",
+        (
+            "tests/server/test_transfer.py",
+            "tests/server/test_retrieve.py",
+        ),
     ),
     Mutation(
         "hit-of-all-tokens",
@@ -100,6 +133,7 @@ CORE = (
         "client/prefix.py",
         "most = (len(tokens) - 1) // block_tokens * block_tokens",
         "most = len(tokens) // block_tokens * block_tokens",
+        ("tests/client/test_prefix.py",),
     ),
     Mutation(
         "past-the-covered",
@@ -108,6 +142,10 @@ CORE = (
         "geometry.py",
         "if tokens == 0 or start_tokens + tokens > covered_tokens:",
         "if tokens == 0 or tokens > covered_tokens:",
+        (
+            "tests/test_geometry.py",
+            "tests/e2e/test_bad_requests.py",
+        ),
     ),
     Mutation(
         "retrieve-ticket-ignored",
@@ -116,6 +154,11 @@ CORE = (
         "server/transfer.py",
         "return ticket is None or bool(self.cancelled_as)",
         "return ticket is None or self.slot is not None or bool(self.cancelled_as)",
+        (
+            "tests/server/test_transfer.py",
+            "tests/server/test_lane.py",
+            "tests/server/test_queue.py",
+        ),
     ),
     Mutation(
         "ticket-of-lost-connection",
@@ -124,6 +167,7 @@ CORE = (
         "client/client.py",
         "is_of_this = self._link is not None and ticket.board is self._link.board",
         "is_of_this = self._link is not None",
+        ("tests/client/test_misuse.py",),
     ),
     Mutation(
         "forced-once",
@@ -132,6 +176,7 @@ CORE = (
         "client/transfers.py",
         "if self._acknowledged or (self._forced is None and self._has_ended()):",
         "if self._acknowledged or self._forced is not None or self._has_ended():",
+        ("tests/client/test_watchdog.py",),
     ),
     Mutation(
         "count-before-status",
@@ -142,6 +187,10 @@ CORE = (
         "        self.announce(slot, final_count)\n",
         "        self.announce(slot, final_count)\n"
         "        self._words[self._word(slot) + 1] = status\n",
+        (
+            "tests/test_board.py",
+            "tests/server/test_transfer.py",
+        ),
     ),
     Mutation(
         "dead-process-unnoticed",
@@ -150,6 +199,12 @@ CORE = (
         "server/rpc.py",
         "asyncio.get_running_loop().add_reader(self._session.peer.pidfd, transport.abort)",
         "asyncio.get_running_loop().add_reader(self._session.peer.pidfd, lambda: None)",
+        (
+            "tests/e2e/test_processes.py",
+            "tests/server/test_rpc.py",
+            "tests/client/test_forks.py",
+            "tests/server/test_giving_back.py",
+        ),
     ),
     Mutation(
         "late-error-unanswered",
@@ -160,6 +215,11 @@ CORE = (
         "        except Exception as error:\n"
         "            self._explain(number, error)\n",
         "            self._reply(await result)\n        except Exception:\n            pass\n",
+        (
+            "tests/server/test_rpc.py",
+            "tests/server/test_retrieve.py",
+            "tests/server/test_in_hand.py",
+        ),
     ),
     Mutation(
         "handler-reply-unchecked",
@@ -168,6 +228,7 @@ CORE = (
         "server/rpc.py",
         "!= [Session, request] or reply is not protocol.REPLY_OF[request]:",
         "!= [Session, request]:",
+        ("tests/server/test_rpc.py",),
     ),
     Mutation(
         "failed-retrieve-uncounted",
@@ -176,6 +237,12 @@ CORE = (
         "server/service.py",
         "self._counters.retrieves_failed += bool(transfer.status)",
         "self._counters.retrieves_failed += 0",
+        (
+            "tests/server/test_retrieve.py",
+            "tests/server/test_counters.py",
+            "tests/server/test_service_random.py",
+            "tests/test_life_cycle.py",
+        ),
     ),
     Mutation(
         "unknown-setting-accepted",
@@ -184,6 +251,7 @@ CORE = (
         "settings.py",
         "            if not key.startswith(prefix):\n",
         "            if not key.startswith(prefix) or key[len(prefix) :] not in known:\n",
+        ("tests/test_settings.py",),
     ),
     Mutation(
         "silent-server-usable",
@@ -192,6 +260,11 @@ CORE = (
         "client/links.py",
         "and self._link.connection.heartbeat_age_s() * 1000 <= self.settings.suspect_after_ms",
         "and self._link.connection.heartbeat_age_s() >= 0",
+        (
+            "tests/client/test_link.py",
+            "tests/client/test_prefix.py",
+            "tests/client/test_workers.py",
+        ),
     ),
     Mutation(
         "unreachable-server-raises",
@@ -200,6 +273,13 @@ CORE = (
         "client/links.py",
         "except (OSError, LaminaError) as error:  # a cache, not a dependency",
         "except OSError as error:",
+        (
+            "tests/client/test_link.py",
+            "tests/client/test_misuse.py",
+            "tests/client/test_prefix.py",
+            "tests/client/test_trust.py",
+            "tests/e2e/test_processes.py",
+        ),
     ),
     Mutation(
         "writable-directory-trusted",
@@ -208,6 +288,7 @@ CORE = (
         "client/trust.py",
         "if info.st_mode & 0o022:",
         "if info.st_mode & 0o020:",
+        ("tests/client/test_trust.py",),
     ),
     Mutation(
         "lease-of-another-engine",
@@ -216,6 +297,7 @@ CORE = (
         "server/leases.py",
         "if lease is None or lease.engine != engine:",
         "if lease is None:",
+        ("tests/server/test_leases.py",),
     ),
     Mutation(
         "fair-queue-by-arrival",
@@ -224,6 +306,7 @@ CORE = (
         "server/lane.py",
         "for memory in sorted(self._waiting, key=lambda memory: self._last_turn.get(memory, 0)):",
         "for memory in list(self._waiting):",
+        ("tests/server/test_queue.py",),
     ),
     Mutation(
         "whole-budget",
@@ -232,5 +315,42 @@ CORE = (
         "server/limits.py",
         "share_bytes = (self.capacity_bytes - self.reserved_bytes + own_bytes) // 2",
         "share_bytes = self.capacity_bytes - self.reserved_bytes + own_bytes",
+        (
+            "tests/e2e/test_back_pressure.py",
+            "tests/server/test_service_random.py",
+            "tests/server/test_interleaved.py",
+        ),
+    ),
+    Mutation(
+        "board-reached-at-half-the-range",
+        2,
+        "a count from half the range before counts as reached",
+        "board.py",
+        "return (count - target) & 0xFFFF_FFFF < 0x8000_0000",
+        "return (count - target) & 0xFFFF_FFFF <= 0x8000_0000",
+        ("tests/test_board.py",),
+    ),
+    Mutation(
+        "unsent-unbounded",
+        11,
+        "what a stopped server does not read grows in its engines' memory",
+        "client/connection.py",
+        "if len(self._unsent) > MAX_UNSENT_BYTES:",
+        "if False:",
+        ("tests/client/test_connection.py",),
+    ),
+    Mutation(
+        "retrieved-bytes-uncounted",
+        10,
+        "nobody sees how much is retrieved",
+        "server/service.py",
+        "self._counters.retrieved_bytes += transfer.nbytes",
+        "self._counters.retrieved_bytes += 0",
+        (
+            "tests/server/test_retrieve.py",
+            "tests/server/test_counters.py",
+            "tests/server/test_service_random.py",
+            "tests/e2e/test_http.py",
+        ),
     ),
 )

@@ -13,6 +13,10 @@ VLLM = (
         "if retrieve.is_over and not (retrieve.has_failed and is_read):",
         "if (retrieve.is_over or retrieve.state is TransferState.RECOMPUTED) "
         "and not (retrieve.has_failed and is_read):",
+        (
+            "tests/vllm/test_scheduler_hazards.py",
+            "tests/vllm/test_ranks.py",
+        ),
     ),
     Mutation(
         "vllm-unhooked-unwaited",
@@ -21,6 +25,7 @@ VLLM = (
         "engines/vllm/worker.py",
         "if self._step_gates is not None and not hooks_fire:",
         "if self._step_gates is not None and hooks_fire is None:",
+        ("tests/vllm/test_scheduler_hazards.py",),
     ),
     Mutation(
         "vllm-other-reader-ungated",
@@ -29,6 +34,10 @@ VLLM = (
         "engines/vllm/scheduler.py",
         "        self.retrieves.note_reader(tracked)\n",
         "        if tokens:\n            self.retrieves.note_reader(tracked)\n",
+        (
+            "tests/vllm/test_scheduler_hazards.py",
+            "tests/vllm/test_untracked.py",
+        ),
     ),
     Mutation(
         "vllm-computed-on-bad-stays-cached",
@@ -37,6 +46,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "                self._held.evict(blocks[first:])\n",
         "                pass\n",
+        ("tests/vllm/test_scheduler_hazards.py",),
     ),
     Mutation(
         "vllm-preempted-token-kept",
@@ -45,6 +55,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "request.async_tokens_to_discard += request.num_output_placeholders",
         "request.async_tokens_to_discard += 0",
+        ("tests/vllm/test_scheduler_hazards.py",),
     ),
     Mutation(
         "vllm-boundary-never-raises",
@@ -53,6 +64,7 @@ VLLM = (
         "engines/vllm/boundary.py",
         "if held or self._side.has_pending_work:",
         "if held and not self._side.has_pending_work:",
+        ("tests/vllm/test_boundary.py",),
     ),
     Mutation(
         "vllm-unconfirmed-stored",
@@ -61,6 +73,10 @@ VLLM = (
         "engines/vllm/stores.py",
         "confirmed = request.num_computed_tokens - request.num_in_flight_tokens",
         "confirmed = request.num_computed_tokens",
+        (
+            "tests/vllm/test_scheduler_stores.py",
+            "tests/vllm/test_scheduler_random.py",
+        ),
     ),
     Mutation(
         "vllm-salt-dropped",
@@ -69,6 +85,12 @@ VLLM = (
         "engines/vllm/scheduler.py",
         "namespace = msgspec.structs.replace(namespace, salt=request.cache_salt)",
         "namespace = msgspec.structs.replace(namespace)",
+        (
+            "tests/vllm/test_scheduler_identity.py",
+            "tests/vllm/test_identity.py",
+            "tests/vllm/test_request_settings.py",
+            "tests/vllm/test_scheduler_servers.py",
+        ),
     ),
     Mutation(
         "vllm-last-chunk-of-item",
@@ -77,6 +99,7 @@ VLLM = (
         "engines/vllm/identity.py",
         "for chunk in range(start // chunk_tokens, -(-(start + length) // chunk_tokens)):",
         "for chunk in range(start // chunk_tokens, (start + length) // chunk_tokens):",
+        ("tests/vllm/test_identity.py",),
     ),
     Mutation(
         "vllm-changed-adapter-named",
@@ -85,5 +108,75 @@ VLLM = (
         "engines/vllm/adapters.py",
         "elif known.files != files:",
         "elif False:",
+        ("tests/vllm/test_adapters.py",),
+    ),
+    Mutation(
+        "vllm-backend-not-in-namespace",
+        12,
+        "pages that one attention backend wrote are read by another",
+        "engines/vllm/identity.py",
+        "            backend=worker.backend,\n",
+        "",
+        ("tests/vllm/test_identity.py",),
+    ),
+    Mutation(
+        "vllm-adapter-not-in-keys",
+        12,
+        "KV of one LoRA adapter is found by requests of another",
+        "engines/vllm/scheduler.py",
+        'namespace = msgspec.structs.replace(namespace, adapter=adapter or "unknown")',
+        "namespace = msgspec.structs.replace(namespace)",
+        ("tests/vllm/test_scheduler_identity.py",),
+    ),
+    Mutation(
+        "vllm-unwaited-unnoticed",
+        2,
+        "a forward that read KV without waiting for it passes for a right one",
+        "engines/vllm/worker.py",
+        "        failed: list[Retrieve] = gates.settle()\n        unwaited = gates.unwaited()\n",
+        "        failed = [retrieve for retrieve in gates.settle() if retrieve.outcome]\n"
+        "        unwaited: list[Retrieve] = []\n",
+        ("tests/vllm/test_scheduler_hazards.py",),
+    ),
+    Mutation(
+        "vllm-bad-blocks-reported-once",
+        4,
+        "vLLM overlooks a report about a request that does not run: it is served bad blocks",
+        "engines/vllm/worker.py",
+        "            self.invalid_blocks |= self._step.bad_blocks\n",
+        "",
+        ("tests/vllm/test_scheduler_hazards.py",),
+    ),
+    Mutation(
+        "vllm-zeroed-blocks-without-ticket",
+        7,
+        "vLLM zeroes blocks after they were retrieved",
+        "engines/vllm/retrieves.py",
+        "spec if written.isdisjoint(spec.blocks) else replace(spec, needs_ticket=True)",
+        "spec",
+        ("tests/vllm/test_scheduler_identity.py",),
+    ),
+    Mutation(
+        "vllm-gated-not-planned",
+        0,
+        "the policy is not told that the step waits for slices already",
+        "engines/vllm/planning.py",
+        "waiting, step_tokens, max(gated, default=0.0))",
+        "waiting, step_tokens)",
+        ("tests/vllm/test_planning_gated.py",),
+    ),
+    Mutation(
+        "vllm-retrieved-bytes-uncounted",
+        10,
+        "vLLM's metrics do not show how much was retrieved",
+        "engines/vllm/worker.py",
+        "self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes",
+        "self.counts.retrieved_bytes += 0",
+        (
+            "tests/vllm/test_scheduler_policy.py",
+            "tests/vllm/test_scheduler_servers.py",
+            "tests/vllm/test_scheduler_hazards.py",
+            "tests/vllm/test_scheduler_stores.py",
+        ),
     ),
 )
