@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from lamina import protocol
 from lamina.client import MISS
+from tests.support.played import World
 from tests.support.server import ServerThread, connected_client
 from tests.support.wait import eventually
 
 KEYS = [bytes(32)]
+LOOKUP_TIMEOUT_S = 0.1
+"""What `ClientSettings` has if nothing else is asked for."""
 
 
 @pytest.fixture
@@ -19,6 +23,13 @@ def server(socket_path: Path) -> Iterator[ServerThread]:
     thread = ServerThread(socket_path)
     yield thread
     thread.stop()
+
+
+@pytest.fixture
+def world(socket_path: Path) -> Iterator[World]:
+    world = World(socket_path, has_memory=False)
+    yield world
+    world.close()
 
 
 def test_a_lookup_is_lost_with_the_server_that_was_asked(
@@ -49,3 +60,14 @@ def test_a_lookup_is_lost_with_the_server_that_was_asked(
     finally:
         client.close()
         again.stop()
+
+
+def test_the_lease_of_an_answer_that_came_too_late_is_given_back(world: World) -> None:
+    server = world.serve()
+    lookup = world.client.lookup("r", KEYS)
+    world.now_s += LOOKUP_TIMEOUT_S
+    assert lookup.result == MISS, "time is up"
+    server.reply(protocol.Found(server.expect(protocol.Lookup), lease=9, chunks=1))
+    world.client.poll()
+    assert lookup.result == MISS
+    assert server.next(protocol.EndLease).lease == 9, "nobody else knows of it"

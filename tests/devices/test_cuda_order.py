@@ -49,13 +49,6 @@ class Scene:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    gpu = FakeGpu()
-    gpu.install(monkeypatch)
-    return gpu
-
-
-@pytest.fixture
 def scene(gpu: FakeGpu) -> Iterator[Scene]:
     scene = Scene(gpu)
     yield scene

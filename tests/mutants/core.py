@@ -37,11 +37,7 @@ CORE = (
         "server/service.py",
         "            await former.over.wait()\n",
         "            pass\n",
-        (
-            "tests/server/test_giving_back.py",
-            "tests/client/test_link.py",
-            "tests/server/test_in_hand.py",
-        ),
+        ("tests/server/test_sessions.py",),
     ),
     Mutation(
         "dead-pid-copied",
@@ -89,12 +85,7 @@ CORE = (
         "client/client.py",
         "elif found.lease and self._connection is not None:",
         "elif False and self._connection is not None:",
-        (
-            "tests/client/test_lookup.py",
-            "tests/client/test_misuse.py",
-            "tests/client/test_prefix.py",
-            "tests/e2e/test_processes.py",
-        ),
+        ("tests/client/test_lookup.py",),
     ),
     Mutation(
         "failed-before-forgotten",
@@ -199,12 +190,7 @@ CORE = (
         "server/rpc.py",
         "asyncio.get_running_loop().add_reader(self._session.peer.pidfd, transport.abort)",
         "asyncio.get_running_loop().add_reader(self._session.peer.pidfd, lambda: None)",
-        (
-            "tests/e2e/test_processes.py",
-            "tests/server/test_rpc.py",
-            "tests/client/test_forks.py",
-            "tests/server/test_giving_back.py",
-        ),
+        ("tests/server/test_sessions.py",),
     ),
     Mutation(
         "late-error-unanswered",
@@ -215,11 +201,7 @@ CORE = (
         "        except Exception as error:\n"
         "            self._explain(number, error)\n",
         "            self._reply(await result)\n        except Exception:\n            pass\n",
-        (
-            "tests/server/test_rpc.py",
-            "tests/server/test_retrieve.py",
-            "tests/server/test_in_hand.py",
-        ),
+        ("tests/server/test_answers.py",),
     ),
     Mutation(
         "handler-reply-unchecked",
@@ -237,12 +219,7 @@ CORE = (
         "server/service.py",
         "self._counters.retrieves_failed += bool(transfer.status)",
         "self._counters.retrieves_failed += 0",
-        (
-            "tests/server/test_retrieve.py",
-            "tests/server/test_counters.py",
-            "tests/server/test_service_random.py",
-            "tests/test_life_cycle.py",
-        ),
+        ("tests/server/test_counters.py",),
     ),
     Mutation(
         "unknown-setting-accepted",
@@ -346,11 +323,6 @@ CORE = (
         "server/service.py",
         "self._counters.retrieved_bytes += transfer.nbytes",
         "self._counters.retrieved_bytes += 0",
-        (
-            "tests/server/test_retrieve.py",
-            "tests/server/test_counters.py",
-            "tests/server/test_service_random.py",
-            "tests/e2e/test_http.py",
-        ),
+        ("tests/server/test_counters.py",),
     ),
 )

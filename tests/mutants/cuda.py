@@ -12,11 +12,7 @@ CUDA = (
         "devices/cuda_memory.py",
         "if begin + region.nbytes > driver.address_range(base)[1]:",
         "if region.nbytes > driver.address_range(base)[1]:",
-        (
-            "tests/devices/test_cuda_order.py",
-            "tests/devices/test_cuda_without_gpu.py",
-            "tests/devices/test_cuda_driver.py",
-        ),
+        ("tests/devices/test_cuda_memory.py",),
     ),
     Mutation(
         "cuda-pieces-span-segments",
@@ -25,11 +21,7 @@ CUDA = (
         "devices/cuda_memory.py",
         "across: npt.NDArray[np.bool_] = begin + copies.size > self._segment_bytes",
         "across: npt.NDArray[np.bool_] = begin > self._segment_bytes",
-        (
-            "tests/devices/test_cuda_order.py",
-            "tests/devices/test_cuda_without_gpu.py",
-            "tests/devices/test_cuda_driver.py",
-        ),
+        ("tests/devices/test_cuda_memory.py",),
     ),
     Mutation(
         "cuda-second-stream-unwaited",

@@ -87,7 +87,7 @@ class Copy:
         """Run pytest on the copy as it is."""
         paths = [str(self._directory / "src"), str(self._directory)]
         began_s = time.monotonic()
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=self._directory,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -97,14 +97,15 @@ class Copy:
             text=True,
             errors="replace",
             start_new_session=True,  # so that what the tests have started ends with them
-        )
-        try:
-            told, _ = process.communicate(timeout=timeout_s)
-            verdict = _verdict(process.returncode)
-        except subprocess.TimeoutExpired:
-            told, verdict = "", "timed out"
-        finally:
-            _kill_group(process)
+        ) as process:
+            try:
+                told, _ = process.communicate(timeout=timeout_s)
+                verdict = _verdict(process.returncode)
+            except subprocess.TimeoutExpired:
+                told, verdict = "", "timed out"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                    os.killpg(process.pid, signal.SIGKILL)
         return Outcome(verdict, time.monotonic() - began_s, told[-3000:])
 
 
@@ -118,9 +119,3 @@ def _verdict(code: int) -> Verdict:
     if code == _PASSED:
         return "survived"
     return "caught" if code == _FAILED else "broken"
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
