@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from tests.mutants.every import MUTATIONS
 from tests.mutants.mutation import Mutation
-from tests.mutants.runner import ROOT, UNNOTICED, Copy, Outcome, chosen
+from tests.mutants.runner import ROOT, TIMEOUT_S, UNNOTICED, Copy, Outcome, chosen
 
 _BASELINE_TIMEOUT_S = 900.0
 
@@ -33,7 +33,7 @@ def main() -> int:
         def run(mutation: Mutation) -> Outcome:
             copy = copies.get()
             try:
-                return copy.run(mutation)
+                return copy.run(mutation, options.timeout)
             finally:
                 copies.put(copy)
 
@@ -52,6 +52,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="run these only")
     parser.add_argument("--environment", choices=tuple(MUTATIONS), default="core")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds a mutation")
     parser.add_argument("--no-baseline", action="store_true", help="trust that the tests pass")
     parser.add_argument("--verbose", action="store_true", help="show what pytest wrote")
     options = parser.parse_args()

@@ -1,8 +1,15 @@
-"""Mutations of the vLLM connector."""
+"""Mutations of the vLLM connector.
+
+Their tests are named one by one: each run imports vLLM, which takes longer than all it tests.
+"""
 
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
+
+HAZARDS = "tests/vllm/test_scheduler_hazards.py"
+IDENTITY = "tests/vllm/test_scheduler_identity.py"
+STORES = "tests/vllm/test_scheduler_stores.py"
 
 VLLM = (
     Mutation(
@@ -13,10 +20,7 @@ VLLM = (
         "if retrieve.is_over and not (retrieve.has_failed and is_read):",
         "if (retrieve.is_over or retrieve.state is TransferState.RECOMPUTED) "
         "and not (retrieve.has_failed and is_read):",
-        (
-            "tests/vllm/test_scheduler_hazards.py",
-            "tests/vllm/test_ranks.py",
-        ),
+        (f"{HAZARDS}::test_retrieve_failed_before_release_and_is_not_over",),
     ),
     Mutation(
         "vllm-unhooked-unwaited",
@@ -25,7 +29,7 @@ VLLM = (
         "engines/vllm/worker.py",
         "if self._step_gates is not None and not hooks_fire:",
         "if self._step_gates is not None and hooks_fire is None:",
-        ("tests/vllm/test_scheduler_hazards.py",),
+        (f"{HAZARDS}::test_full_graph_after_an_asynchronous_release",),
     ),
     Mutation(
         "vllm-other-reader-ungated",
@@ -34,10 +38,7 @@ VLLM = (
         "engines/vllm/scheduler.py",
         "        self.retrieves.note_reader(tracked)\n",
         "        if tokens:\n            self.retrieves.note_reader(tracked)\n",
-        (
-            "tests/vllm/test_scheduler_hazards.py",
-            "tests/vllm/test_untracked.py",
-        ),
+        (f"{HAZARDS}::test_a_sharer_in_a_later_pass_reads_blocks_of_an_aborted_owner",),
     ),
     Mutation(
         "vllm-computed-on-bad-stays-cached",
@@ -46,7 +47,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "                self._held.evict(blocks[first:])\n",
         "                pass\n",
-        ("tests/vllm/test_scheduler_hazards.py",),
+        (f"{HAZARDS}::test_what_sharers_computed_on_bad_blocks_is_not_found",),
     ),
     Mutation(
         "vllm-preempted-token-kept",
@@ -55,7 +56,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "request.async_tokens_to_discard += request.num_output_placeholders",
         "request.async_tokens_to_discard += 0",
-        ("tests/vllm/test_scheduler_hazards.py",),
+        ("tests/vllm/test_preempted.py",),
     ),
     Mutation(
         "vllm-boundary-never-raises",
@@ -74,8 +75,8 @@ VLLM = (
         "confirmed = request.num_computed_tokens - request.num_in_flight_tokens",
         "confirmed = request.num_computed_tokens",
         (
-            "tests/vllm/test_scheduler_stores.py",
-            "tests/vllm/test_scheduler_random.py",
+            f"{STORES}::test_nothing_of_a_step_that_failed_is_stored",
+            f"{STORES}::test_abort_in_the_middle_of_a_prompt",
         ),
     ),
     Mutation(
@@ -85,12 +86,7 @@ VLLM = (
         "engines/vllm/scheduler.py",
         "namespace = msgspec.structs.replace(namespace, salt=request.cache_salt)",
         "namespace = msgspec.structs.replace(namespace)",
-        (
-            "tests/vllm/test_scheduler_identity.py",
-            "tests/vllm/test_identity.py",
-            "tests/vllm/test_request_settings.py",
-            "tests/vllm/test_scheduler_servers.py",
-        ),
+        (f"{IDENTITY}::test_salts_have_keys_of_their_own",),
     ),
     Mutation(
         "vllm-last-chunk-of-item",
@@ -126,7 +122,7 @@ VLLM = (
         "engines/vllm/scheduler.py",
         'namespace = msgspec.structs.replace(namespace, adapter=adapter or "unknown")',
         "namespace = msgspec.structs.replace(namespace)",
-        ("tests/vllm/test_scheduler_identity.py",),
+        (f"{IDENTITY}::test_adapters_of_other_content_have_other_keys",),
     ),
     Mutation(
         "vllm-unwaited-unnoticed",
@@ -136,7 +132,7 @@ VLLM = (
         "        failed: list[Retrieve] = gates.settle()\n        unwaited = gates.unwaited()\n",
         "        failed = [retrieve for retrieve in gates.settle() if retrieve.outcome]\n"
         "        unwaited: list[Retrieve] = []\n",
-        ("tests/vllm/test_scheduler_hazards.py",),
+        (f"{HAZARDS}::test_a_forward_that_does_not_wait_for_a_layer",),
     ),
     Mutation(
         "vllm-bad-blocks-reported-once",
@@ -145,7 +141,10 @@ VLLM = (
         "engines/vllm/worker.py",
         "            self.invalid_blocks |= self._step.bad_blocks\n",
         "",
-        ("tests/vllm/test_scheduler_hazards.py",),
+        (
+            f"{HAZARDS}::test_retrieve_failed_when_its_request_was_promoted_but_had_not_run",
+            f"{HAZARDS}::test_bad_blocks_are_reported_until_their_readers_are_gone",
+        ),
     ),
     Mutation(
         "vllm-zeroed-blocks-without-ticket",
@@ -154,7 +153,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "spec if written.isdisjoint(spec.blocks) else replace(spec, needs_ticket=True)",
         "spec",
-        ("tests/vllm/test_scheduler_identity.py",),
+        (f"{IDENTITY}::test_a_load_into_blocks_that_the_step_zeroes_needs_a_ticket",),
     ),
     Mutation(
         "vllm-gated-not-planned",
@@ -172,11 +171,6 @@ VLLM = (
         "engines/vllm/worker.py",
         "self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes",
         "self.counts.retrieved_bytes += 0",
-        (
-            "tests/vllm/test_scheduler_policy.py",
-            "tests/vllm/test_scheduler_servers.py",
-            "tests/vllm/test_scheduler_hazards.py",
-            "tests/vllm/test_scheduler_stores.py",
-        ),
+        ("tests/vllm/test_scheduler_counts.py",),
     ),
 )

@@ -54,12 +54,13 @@ def add(rig: Rig, name: str, adapter: str) -> None:
     rig.scheduler.add_request = add_request
 
 
-def asking(name: str, adapter: str) -> Any:
+def asking(name: str, adapter: str | None, salt: str | None = None) -> Any:
     """A request as vLLM's scheduler has it before its first step."""
+    lora = None if adapter is None else SimpleNamespace(lora_name=adapter, lora_int_id=1)
     return SimpleNamespace(
         request_id=name,
-        lora_request=SimpleNamespace(lora_name=adapter, lora_int_id=1),
-        cache_salt=None,
+        lora_request=lora,
+        cache_salt=salt,
         prompt_embeds=None,
         resumable=False,
         kv_transfer_params=None,
@@ -71,10 +72,10 @@ def asking(name: str, adapter: str) -> Any:
     )
 
 
-def keys_of(rig: Rig, adapter: str) -> list[bytes]:
-    tracked = rig.side._track(asking(adapter, adapter))
+def keys_of(rig: Rig, adapter: str | None, salt: str | None = None) -> list[bytes]:
+    tracked = rig.side._track(asking("K", adapter, salt))
     assert tracked is not None
-    del rig.side._tracked[adapter]
+    del rig.side._tracked["K"]
     return tracked.prefix._chain.extend(ASKED)
 
 
@@ -85,6 +86,17 @@ def test_adapters_of_other_content_have_other_keys(rig: Rig) -> None:
     plain = KeyChain(rig.side._namespace, CHUNK).extend(ASKED)  # type: ignore[arg-type]
     assert not set(a) & set(b)
     assert not (set(a) | set(b)) & set(plain)
+
+
+def test_salts_have_keys_of_their_own(rig: Rig) -> None:
+    """With adapters and without; the empty salt is none, as for vLLM."""
+    rig.side._identity.adapters = Named(a="one")  # type: ignore[assignment]
+    asked = [(adapter, salt) for adapter in (None, "a") for salt in (None, "one", "other")]
+    keys = [keys_of(rig, *names) for names in asked]
+    assert len(set().union(*keys)) == sum(map(len, keys)), "two tenants share a chunk"
+    assert keys == [keys_of(rig, *names) for names in asked]
+    assert keys_of(rig, None, "") == keys[0]
+    assert keys[0] == KeyChain(rig.side._namespace, CHUNK).extend(ASKED)  # type: ignore[arg-type]
 
 
 def test_a_request_waits_until_its_adapter_is_read(rig: Rig) -> None:
