@@ -88,3 +88,12 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_BIN)/$(PIP_INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 	$(VLLM_BIN)/$(PIP_INSTALL) --editable '.[server]' pytest hypothesis
 	touch $@
+
+# Each guard that an invariant rests on is taken away, one at a time: some test must notice.
+.PHONY: mutants mutants-vllm
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants
+
+mutants-vllm: $(VLLM_INSTALLED)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m tests.mutants --environment vllm --timeout 300
