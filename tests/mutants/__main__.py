@@ -13,7 +13,16 @@ from queue import SimpleQueue
 
 from tests.mutants.every import MUTATIONS
 from tests.mutants.mutation import Mutation
-from tests.mutants.runner import ROOT, TIMEOUT_S, UNNOTICED, Copy, Outcome, chosen
+from tests.mutants.runner import (
+    ROOT,
+    TIMEOUT_S,
+    UNNOTICED,
+    Copy,
+    Outcome,
+    StaleMutationError,
+    chosen,
+    mutated,
+)
 
 _BASELINE_TIMEOUT_S = 900.0
 
@@ -22,6 +31,12 @@ def main() -> int:
     """The exit code."""
     options = _parsed()
     mutations = chosen(MUTATIONS[options.environment], options.names)
+    try:
+        for mutation in mutations:
+            mutated(mutation)
+    except StaleMutationError as error:
+        print(error)
+        return 1
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lamina-mutants-") as directory:
         copies: SimpleQueue[Copy] = SimpleQueue()
@@ -68,10 +83,11 @@ def _is_sound(copies: SimpleQueue[Copy], mutations: Sequence[Mutation]) -> bool:
     copy = copies.get()
     outcome = copy.test(arguments, _BASELINE_TIMEOUT_S)
     copies.put(copy)
-    print(f"without any mutation: {outcome.told.strip().splitlines()[-1:]}")
     if outcome.verdict != "survived":
-        print(outcome.told)
-    return outcome.verdict == "survived"
+        print(f"{outcome.told}\nthe tests do not pass without any mutation: {outcome.verdict}")
+        return False
+    print(f"without any mutation all tests pass, in {outcome.took_s:.0f} s", flush=True)
+    return True
 
 
 def _show(mutation: Mutation, outcome: Outcome, is_verbose: bool) -> None:

@@ -57,7 +57,6 @@ class Copy:
     """A copy of the tree at `root` in `directory`, with one mutation at a time. One thread."""
 
     def __init__(self, root: Path, directory: Path) -> None:
-        self._root = root
         self._directory = directory
         for name in _COPIED:
             source, target = root / name, directory / name
@@ -69,16 +68,13 @@ class Copy:
 
     def run(self, mutation: Mutation, timeout_s: float = TIMEOUT_S) -> Outcome:
         """Run the mutation's tests with it. Raises `StaleMutationError`."""
-        source = self._root / "src/lamina" / mutation.file
         target = self._directory / "src/lamina" / mutation.file
-        target.write_text(mutated(mutation, self._root))
-        # Bytecode is told from an edit's by the seconds of a file's time, and by its size.
-        self._edits += 1
-        os.utime(target, (self._edits, self._edits))
+        before = target.read_text()
+        self._write(target, mutated(mutation, self._directory))
         try:
             outcome = self.test(mutation.tests, timeout_s)
         finally:
-            shutil.copy2(source, target)
+            self._write(target, before)
         if mutation.equivalent and outcome.verdict == "survived":
             return outcome._replace(verdict="equivalent")
         return outcome
@@ -107,6 +103,12 @@ class Copy:
                 with contextlib.suppress(ProcessLookupError):  # all of it has ended
                     os.killpg(process.pid, signal.SIGKILL)
         return Outcome(verdict, time.monotonic() - began_s, told[-3000:])
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        # Bytecode is told from an edit's by the seconds of a file's time, and by its size.
+        self._edits += 1
+        os.utime(path, (self._edits, self._edits))
 
 
 def chosen(mutations: Sequence[Mutation], names: Sequence[str]) -> list[Mutation]:
