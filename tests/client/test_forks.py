@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +74,7 @@ def things_of_clients() -> str:
 @pytest.fixture
 def server(socket_path: Path) -> Iterator[ServerProcess]:
     process = ServerProcess(socket_path, "--arena", "16MiB", "--chunk-tokens", "64")
-    process.wait_until_serving()
+    process.wait_until_filled()
     yield process
     process.stop()
 
@@ -90,6 +91,7 @@ def sessions(server: ServerProcess) -> float:
 
 
 def test_the_server_sees_the_parent_leave_while_a_child_lives_on(server: ServerProcess) -> None:
+    gc.collect()  # what tests before this one left
     before = things_of_clients()
     worker = PageWorker(server.socket)
     assert things_of_clients() != before
@@ -105,6 +107,7 @@ def test_the_server_sees_the_parent_leave_while_a_child_lives_on(server: ServerP
 
 
 def test_a_lost_connections_board_is_not_kept_either(server: ServerProcess) -> None:
+    gc.collect()  # what tests before this one left
     before = things_of_clients()
     worker = PageWorker(server.socket)
     worker.populate(KEYS, BLOCKS)
