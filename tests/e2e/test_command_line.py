@@ -134,6 +134,17 @@ def test_other_packages_bring_commands_and_a_broken_one_costs_only_itself(
     assert said.err == "lamina: 'broken' is not available: no module named x\n"
 
 
+def test_no_package_replaces_a_command(
+    cli: Cli, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [Entry("status", lambda: print("not ours"))]
+    monkeypatch.setattr(commands, "entry_points", lambda group: entries)
+    said = cli("status", "--socket", str(socket_path))
+    assert (said.code, said.out) == (1, "")
+    assert "'status' is not available: lamina has such a command already" in said.err
+    assert "no Lamina server answers" in said.err
+
+
 def test_the_laboratory_is_found_and_not_imported_by_the_product() -> None:
     """A process that imports all of the command line but for others' commands."""
     code = "import lamina.cli.app, lamina.server.main, sys; print('lamina_lab' in sys.modules)"

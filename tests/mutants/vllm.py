@@ -153,7 +153,7 @@ VLLM = (
         "engines/vllm/retrieves.py",
         "spec if written.isdisjoint(spec.blocks) else replace(spec, needs_ticket=True)",
         "spec",
-        (f"{IDENTITY}::test_a_load_into_blocks_that_the_step_zeroes_needs_a_ticket",),
+        (f"{IDENTITY}::test_a_retrieve_into_blocks_that_the_step_zeroes_needs_a_ticket",),
     ),
     Mutation(
         "vllm-gated-not-planned",

@@ -85,7 +85,7 @@ def crowd(lone_engine: Engine) -> dict[str, tuple[list[int], Answer]]:
 
 
 @in_every_mode
-def test_server_is_killed_and_comes_back_under_retrieve(
+def test_server_is_killed_and_comes_back_under_load(
     lone_engine: Engine,
     own_socket: Path,
     crowd: dict[str, tuple[list[int], Answer]],

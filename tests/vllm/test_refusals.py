@@ -2,7 +2,7 @@
 
 What is wrong with the engine's own settings stops it at its start; what is wrong with the server
 does not: the engine serves without a cache. The connector is made with vLLM's real configuration,
-but no model is retrieved.
+but no model is loaded.
 """
 
 from __future__ import annotations

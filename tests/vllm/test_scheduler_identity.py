@@ -151,7 +151,7 @@ def test_a_request_waits_until_the_weights_were_looked_at(rig: Rig) -> None:
 def test_nothing_is_asked_while_nobody_waits(rig: Rig) -> None:
     rig.side._identity.epochs.watched(True)
     assert rig.scheduler.reset_prefix_cache()
-    rig.add("A", ASKED, load=False, store=False)
+    rig.add("A", ASKED, retrieve=False, store=False)
     step = rig.side.build_step
     output = SimpleNamespace(
         preempted_req_ids=(),
@@ -165,8 +165,8 @@ def test_nothing_is_asked_while_nobody_waits(rig: Rig) -> None:
     assert step(output).look_at_weights == 0
 
 
-def loads_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
-    """What `Retrieves` needs to begin a load into these blocks."""
+def retrieves_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
+    """What `Retrieves` needs to begin a retrieve into these blocks."""
     held = HeldBlocks()
     held.hold = lambda blocks: None  # type: ignore[method-assign]
     table = SimpleNamespace(
@@ -181,17 +181,17 @@ def loads_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
 
 
 @pytest.mark.parametrize(("written", "needed"), [({7}, True), ({9}, False), (set(), False)])
-def test_a_load_into_blocks_that_the_step_zeroes_needs_a_ticket(
+def test_a_retrieve_into_blocks_that_the_step_zeroes_needs_a_ticket(
     written: set[int], needed: bool
 ) -> None:
-    retrieves, offer, tracked = loads_of([6, 7])
+    retrieves, offer, tracked = retrieves_of([6, 7])
     retrieves.begin(tracked, offer)
     (spec,) = retrieves.take_new(written)
     assert spec.needs_ticket is needed
 
 
 def test_a_null_block_never_travels(rig: Rig) -> None:
-    """It is everybody's: a load into it fails, and its request computes instead."""
+    """It is everybody's: a retrieve into it fails, and its request computes instead."""
     rig.hold(ASKED, 2)
     rig.client.is_swift = True
     take_new = rig.side.retrieves.take_new
@@ -206,6 +206,7 @@ def test_a_null_block_never_travels(rig: Rig) -> None:
     rig.run("A")
     assert rig.ended["A"] == "LENGTH"
     assert not rig.client.retrieves
+    assert not rig.client.leases, "its lease has ended"
     rig.close()
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lamina.errors import LaminaError, SettingsError
+
+if TYPE_CHECKING:
+    import typer
 
 _SERVER_NEEDS = ("typer", "rich", "starlette", "uvicorn", "prometheus_client")
 """What `lamina[server]` installs, as it is imported."""
@@ -18,7 +21,10 @@ def main() -> None:
     failed.
     """
     try:
-        _run()
+        from lamina.cli.app import add_commands, app
+
+        add_commands()
+        run(app)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _SERVER_NEEDS:
@@ -26,14 +32,12 @@ def main() -> None:
         _fail(f"{package} is not installed here. Install the server: pip install '.[server]'", 1)
 
 
-def _run() -> NoReturn:
+def run(app: typer.Typer) -> NoReturn:
+    """Run the command of `app` that was asked for, with errors as `main` has them."""
     import typer
-
-    from lamina.cli.app import add_commands, app
 
     # typer has no other name for what click raises
     usage_error: type[Exception] = typer.BadParameter.__bases__[0]
-    add_commands()
     try:
         code = app(standalone_mode=False)
     except usage_error as error:

@@ -20,6 +20,7 @@ from lamina.cli.options import ADDRESS, ARENA, POSITIVE, SOCKET, ArenaSize
 from lamina.cli.status_view import status_data, status_view
 from lamina.client import Client
 from lamina.devices.host import HostWorkerDevice
+from lamina.errors import LaminaError
 from lamina.settings import (
     DEFAULT_CHUNK_TOKENS,
     ClientSettings,
@@ -202,10 +203,16 @@ def _ask(
         client.close()
 
 
+_OWN = frozenset(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+"""The commands above: nobody else's take their place."""
+
+
 def add_commands() -> None:
     """Take in the commands of installed packages; one that cannot be loaded costs only itself."""
     for entry in sorted(entry_points(group="lamina.commands"), key=lambda entry: entry.name):
         try:
+            if entry.name in _OWN:
+                raise LaminaError("lamina has such a command already", "Name it otherwise")
             command = entry.load()
         except Exception as error:  # whatever another package does when it is imported
             typer.echo(f"lamina: {entry.name!r} is not available: {error}", err=True)

@@ -96,9 +96,9 @@ class Lookup:
 
     def _answered(self, reply: protocol.Reply | None) -> None:
         self.refusal = self._notices.answered(protocol.Lookup, reply)
-        found = (
-            LookupResult(reply.chunks, reply.lease) if isinstance(reply, protocol.Found) else MISS
-        )
+        found = MISS
+        if isinstance(reply, protocol.Found) and reply.lease:  # without one nothing is pinned
+            found = LookupResult(reply.chunks, reply.lease)
         if self._result is None:
             self._result = found
         elif found.lease and self._connection is not None:

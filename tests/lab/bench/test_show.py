@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
 from lamina_lab.bench.results import Cell, TransferResult, TransferSpec
 from lamina_lab.bench.show import transfer_table
 from lamina_lab.simulate import Machine, Workload, run_cells, simulation_table
@@ -43,3 +47,10 @@ def test_bench_simulate() -> None:
     )
     work = Workload(hit_tokens=14_336, prompt_tokens=15_154, concurrency=8, requests=8)
     assert "14336" in shown(simulation_table(run_cells(machine, [work], 15_154)))
+
+
+def test_published_transfers_are_of_todays_form() -> None:
+    """So that they can be shown and compared."""
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "h200-transfer.json"
+    result = msgspec.json.decode(path.read_bytes(), type=TransferResult)
+    assert result.is_correct

@@ -366,7 +366,7 @@ class LaminaConnector(KVConnectorBase_V1):
 
 
 def _backend_names(layers: Mapping[str, Any]) -> str:
-    """The attention backends of the retrieved layers."""
+    """The attention backends of the loaded layers."""
     backends = {
         layer.attn_backend.get_name() for layer in layers.values() if hasattr(layer, "attn_backend")
     }

@@ -72,6 +72,7 @@ class Retrieves:
         block_tokens = self._prefixes.block_tokens
         first = offer.start_tokens // block_tokens
         blocks = tracked.blocks_from(first, first + offer.tokens // block_tokens)
+        lease = tracked.prefix.take_lease()  # raises before anything is held
         release, number = offer.release, self._prefixes.next_number()
         is_waited_for = release.release_after_slices > 0
         self.open[number] = HeldRetrieve(
@@ -86,7 +87,7 @@ class Retrieves:
             RetrieveSpec(
                 number,
                 tracked.name,
-                tracked.prefix.take_lease(),
+                lease,
                 offer.start_tokens,
                 blocks,
                 release.layers_per_slice,
@@ -141,7 +142,7 @@ class Retrieves:
     def is_released(self, tracked: Tracked) -> bool:
         """Whether others may be reading a retrieve of this request."""
         return any(
-            retrieve.tracked is tracked and retrieve.state is not TransferState.WAITING
+            retrieve.tracked is tracked and (retrieve.is_gate or retrieve.has_failed)
             for retrieve in self.open.values()
         )
 

@@ -182,7 +182,9 @@ class WorkerSide:
 
     def _begin_retrieve(self, spec: RetrieveSpec, stream: Any) -> None:
         retrieve = None
-        if NULL_BLOCK not in spec.blocks:  # all requests share that one: the retrieve fails
+        if NULL_BLOCK in spec.blocks:  # all requests share that one: the retrieve fails
+            self.client.end_lease(spec.lease)
+        else:
             retrieve = self.client.retrieve(
                 spec.request,
                 spec.lease,
