@@ -28,10 +28,11 @@ from typing import NoReturn
 from scripts import pythons
 
 MEMORY_OF_A_PART = 8 << 30
-"""Bytes. The largest, a half of vLLM's tests, takes 4.5 GiB at its peak."""
+"""Bytes. The largest, a half of vLLM's tests, took 2.5 GiB at its peak (PSS of its processes)."""
 LIMIT_S = 1200.0
 """A part that takes longer hangs: it is killed, and has failed."""
 LOGS = Path(".ci/logs")
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,29 @@ class Run:
         self._limit_s = limit_s
         self._say = say
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Result | signal.Signals] = queue.SimpleQueue()
         self._results: dict[str, Result] = {}
 
     def run(self) -> bool:
-        """Whether all parts have passed. Ends what it has started, however it ends itself."""
+        """Whether all parts have passed. Ends what it has begun, however it ends itself. On the
+        main thread."""
         self._logs.mkdir(parents=True, exist_ok=True)
         begun_s = time.monotonic()
+        # Noted only: an exception from a signal could come between a process and the note of it.
+        former = {number: signal.signal(number, self._interrupt) for number in _INTERRUPTS}
         try:
             while self._waiting or self._running:
                 self._begin_some()
                 if self._running:
-                    self._note(self._ended.get())
+                    ended = self._ended.get()
+                    if isinstance(ended, signal.Signals):
+                        sys.exit(128 + ended)
+                    self._note(ended)
         finally:
             for process in self._running.values():
                 _kill(process)
+            for number, handler in former.items():
+                signal.signal(number, handler)
         results = self._results.values()
         for result in (failed := [result for result in results if result.why]):
             self._say(f"\n==== {result.part.name}: {result.why}\n{result.output}")
@@ -120,6 +129,9 @@ class Run:
         if failed:
             self._say(f"FAILED: {', '.join(result.part.name for result in failed)}")
         return not failed
+
+    def _interrupt(self, number: int, _: object) -> None:
+        self._ended.put(signal.Signals(number))
 
     def _begin_some(self) -> None:
         for part in list(self._waiting):
@@ -201,7 +213,6 @@ def main() -> NoReturn:
         for part in parts:
             print(f"{part.name:<14} {' '.join(part.command)}")
         sys.exit()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the parts
     sys.exit(not Run(parts, max(1, given.jobs)).run())
 
 
