@@ -169,6 +169,7 @@ class Bench:
         if self._cache.config is None:
             return
         until_s = time.monotonic() + _STORE_PATIENCE_S
+        await self._wait_until_stored(until_s)
         enough = self._workload.document_tokens - self._model.chunk_tokens - 1
         while True:
             await self._engine.forget()
@@ -181,6 +182,19 @@ class Bench:
                 )
             await asyncio.sleep(0.5)
         self._progress("documents are stored")
+
+    async def _wait_until_stored(self, until_s: float) -> None:
+        """Of our own server it is known when all is in: before that, a reset of vLLM's cache would
+        give up what is queued."""
+        per_document = self._workload.document_tokens // self._model.chunk_tokens
+        wanted = per_document * self._workload.documents
+        while counts := self._cache.counts():
+            found = int(counts["stored_chunks"] + counts["present_chunks"])
+            if found >= wanted:
+                return
+            if time.monotonic() > until_s:
+                raise LaminaError(f"only {found} of {wanted} chunks were stored", "See its log")
+            await asyncio.sleep(0.05)
 
     async def _warm(self, document: int) -> int:
         """Bring a document into GPU memory; returns how many tokens some cache had.
