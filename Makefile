@@ -1,12 +1,12 @@
 # Every target sets up what it needs: a fresh machine needs python3 and make.
 #
-#   make test PYTHON=python3.12     on another Python, in an environment of its own; a path is fine too
+#   make test PYTHON=python3.12     on another Python, in an environment of its own, as has each path
 #   make test ARGS='tests/server -k lane'    what pytest is to run
 #   make test-vllm SHARE=1/2        every other test file, beside SHARE=2/2 somewhere else
 PYTHON ?= python3
 ARGS ?=
 SHARE ?=
-ENVIRONMENT := $(if $(filter python3,$(notdir $(PYTHON))),,-$(notdir $(PYTHON)))
+ENVIRONMENT := $(if $(filter python3,$(PYTHON)),,-$(subst /,+,$(PYTHON)))
 PYTEST_ARGS = $(if $(SHARE),--share=$(SHARE)) $(ARGS)
 
 VENV := .venv$(ENVIRONMENT)

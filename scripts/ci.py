@@ -4,9 +4,10 @@
     python3 -m scripts.ci lint core      these parts, and what they need; `core` is core-3.10 too
     python3 -m scripts.ci --list         which parts there are
 
-A part is a make target. What it says goes to `.ci/logs/PART.log` and is printed when it ends; of a
-part that failed, at the very end. The exit code is 1 when a part has failed. Parts that grow are
-split: `SHARE=1/2` and `SHARE=2/2` of a test target take every other test file.
+A part is a make target; PYTHON, SHARE and ARGS of the environment do not reach it, and each Python
+has an environment of its own. What it says goes to `.ci/logs/PART.log` and is printed when it ends;
+of a part that failed, at the very end. The exit code is 1 when a part has failed. Parts that grow
+are split: `SHARE=1/2` and `SHARE=2/2` of a test target take every other test file.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ LIMIT_S = 1200.0
 """A part that takes longer hangs: it is killed, and has failed."""
 LOGS = Path(".ci/logs")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+_NOT_PASSED_ON = ("MAKEFLAGS", "MFLAGS", "PYTEST_ADDOPTS")
+"""Of the environment: with them a target may do less than it says, or go on after a failure."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +47,32 @@ class Part:
     after: tuple[str, ...] = ()
 
 
-def make(name: str, *arguments: str, after: Sequence[str] = ()) -> Part:
-    """A part that is a make target."""
-    return Part(name, ("make", "--no-print-directory", *arguments), tuple(after))
+def make(name: str, target: str, version: str, share: str = "", after: Sequence[str] = ()) -> Part:
+    """A part that is a make target, on the Python of that version.
+
+    All variables are given, since a command line beats the environment; the version also where it
+    is that of `python3`: `.venv` may have been made by an earlier `python3`.
+    """
+    given = (f"PYTHON=python{version}", f"SHARE={share}", "ARGS=")
+    return Part(name, ("make", "--no-print-directory", target, *given), tuple(after))
 
 
 def all_parts() -> list[Part]:
     """Those of this machine, in the order in which they begin: first what others wait for, then
     what takes long."""
-    others = [version for version in pythons.VERSIONS if version != pythons.main_version()]
+    main = pythons.main_version()
+    others = [version for version in pythons.VERSIONS if version != main]
     return [
-        make("install-vllm", "install-vllm"),
-        make("install", "install"),
-        make("lint", "lint", after=["install"]),
-        make("core", "test", after=["install"]),
-        make("vllm-1", "test-vllm", "SHARE=1/2", after=["install-vllm"]),
-        make("vllm-2", "test-vllm", "SHARE=2/2", after=["install-vllm"]),
-        *(make(f"core-{version}", "test", f"PYTHON=python{version}") for version in others),
-        make("faults", "test-faults", after=["install"]),
-        make("release", "test-release", after=["install"]),
-        make("docs", "test-docs", after=["install"]),
+        make("install-vllm", "install-vllm", main),
+        make("install", "install", main),
+        make("lint", "lint", main, after=["install"]),
+        make("core", "test", main, after=["install"]),
+        make("vllm-1", "test-vllm", main, "1/2", after=["install-vllm"]),
+        make("vllm-2", "test-vllm", main, "2/2", after=["install-vllm"]),
+        *(make(f"core-{version}", "test", version) for version in others),
+        make("faults", "test-faults", main, after=["install"]),
+        make("release", "test-release", main, after=["install"]),
+        make("docs", "test-docs", main, after=["install"]),
     ]
 
 
@@ -148,6 +157,7 @@ class Run:
         with (self._logs / f"{part.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 part.command,
+                env={k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

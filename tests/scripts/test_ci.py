@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,8 +133,62 @@ def test_every_part_is_a_target_and_every_version_is_run() -> None:
         target = part.command[2]
         assert f"\n{target}:" in makefile, part
         assert set(part.after) <= parts.keys()
-    run = {pythons.main_version(), *(name.partition("core-")[2] for name in parts)}
-    assert set(pythons.VERSIONS) <= run
+    run = [part.command[3] for part in parts.values() if part.command[2] == "test"]
+    every = {pythons.main_version(), *pythons.VERSIONS}
+    assert sorted(run) == sorted(f"PYTHON=python{version}" for version in every)
+
+
+NARROWS = {
+    "PYTHON": "python3.99",
+    "ARGS": "-k narrowed",
+    "SHARE": "7/9",
+    "PYTEST_ADDOPTS": "-k narrowed",
+    "MAKEFLAGS": "i -- ARGS=-k\\ narrowed",
+}
+
+
+@pytest.fixture
+def narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that would have every target do something else than it says."""
+    for name, value in NARROWS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("narrowing")
+def test_the_environment_narrows_no_part(ci: Ci, tmp_path: Path) -> None:
+    """`PYTHON=python3.12 scripts/release.sh` runs all of CI on the Pythons that it names."""
+    parts = all_parts()
+    tried = [replace(part, command=dry(part.command), after=()) for part in parts]
+    assert ci.run(*tried), ci.said
+    made = set()
+    for part in parts:
+        said = (tmp_path / f"logs/{part.name}.log").read_text()
+        version = part.name.partition("core-")[2] or pythons.main_version()
+        kind = "-vllm" if "vllm" in part.name else ""
+        environments = environments_in(said)
+        assert environments == {f".venv{kind}-python{version}"}, "whoever made `.venv`"
+        made |= environments
+        number = part.name.partition("vllm-")[2]
+        assert re.findall(r"--share=(\S+)", said) == ([f"{number}/2"] if number else [])
+        for word in ("3.99", "narrowed", "7/9"):
+            assert word not in said, part
+    versions = {pythons.main_version(), *pythons.VERSIONS}
+    assert len(made) == len(versions) + 1, "a fresh machine makes no more than it needs"
+
+
+def dry(command: tuple[str, ...]) -> tuple[str, ...]:
+    """What make would run, all of it."""
+    return (command[0], "--dry-run", "--always-make", *command[1:])
+
+
+def environments_in(said: str) -> set[str]:
+    return set(re.findall(r"\.venv[^/\s]*", said))
+
+
+@pytest.mark.usefixtures("narrowing")
+def test_what_a_target_starts_is_not_narrowed_either(ci: Ci) -> None:
+    assert ci.run(shell("env", "echo options [$PYTEST_ADDOPTS$MAKEFLAGS] of $HOME"))
+    assert f"options [] of {os.environ['HOME']}\n" in ci.said
 
 
 class Selection:
@@ -173,3 +230,28 @@ def test_a_target_takes_a_share() -> None:
     command = ["make", "--dry-run", "--always-make", "test-vllm", "SHARE=2/2", "ARGS=-k hit"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "pytest tests/vllm --share=2/2 -k hit\n" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "environment"),
+    [
+        ((), ""),
+        (("PYTHON=python3",), ""),
+        (("PYTHON=python3.12",), "-python3.12"),
+        (("PYTHON=/opt/py/bin/python3",), "-+opt+py+bin+python3"),
+        (("PYTHON=/opt/3.12.1/bin/python",), "-+opt+3.12.1+bin+python"),
+        (("PYTHON=/opt/3.13.0/bin/python",), "-+opt+3.13.0+bin+python"),
+        (("PYTHON=/opt-3.13.0/bin/python",), "-+opt-3.13.0+bin+python"),
+    ],
+    ids=str,
+)
+def test_each_python_has_an_environment_of_its_own(
+    python: tuple[str, ...], environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path is not `python3`, whatever its last part is."""
+    for name in NARROWS:
+        monkeypatch.delenv(name, raising=False)
+    for target, kind in (("test", ""), ("test-vllm", "-vllm")):
+        command = dry(("make", target, *python))
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert environments_in(said) == {f".venv{kind}{environment}"}
