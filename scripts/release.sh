@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes a release of the version in src/lamina/__init__.py: checks, wheel and sdist in dist/, an
 # installation of the wheel in a fresh environment, and the tag. Nothing is uploaded or pushed.
-#   scripts/release.sh              needs a clean tree, a dated entry in CHANGELOG.md, no such tag
+#   scripts/release.sh              needs a clean tree, a dated entry in CHANGELOG.md with nothing left
+#                                   under Unreleased, and no such tag
 #   scripts/release.sh --dry-run    everything but the tag; the entry may be without a date yet
 # CHECK: the command that must succeed before anything is built (default .ci/run).
 # PYTHON: which Python builds and installs (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONPATH # what is tried is what the wheel has
 
 refuse() {
   echo "release: $*" >&2
@@ -26,10 +28,16 @@ check_clean() {
   [ -z "$changes" ] || refuse "$1: commit or remove"$'\n'"$changes"
 }
 
+# What has no version yet: the lines below its heading, which stays where it is.
+unreleased() {
+  awk '/^## /{ inside = /^## \[Unreleased\]/; next } inside && NF' CHANGELOG.md
+}
+
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/lamina/__init__.py)
 tag=v$version
 check_clean "the tree is not clean"
 grep -q "^## \[$version\]" CHANGELOG.md || refuse "CHANGELOG.md says nothing of $version"
+[ -z "$(unreleased)" ] || refuse "CHANGELOG.md has lines under Unreleased: move them to [$version]"
 if ! grep -qE "^## \[$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md; then
   $dry_run || refuse "CHANGELOG.md gives $version no date: '## [$version] - YYYY-MM-DD'"
   echo "release: CHANGELOG.md gives $version no date yet"

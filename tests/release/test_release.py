@@ -15,23 +15,25 @@ from pathlib import Path
 
 import pytest
 
-import lamina
-
 ROOT = Path(__file__).parents[2]
 NOT_OURS = shutil.ignore_patterns(
     ".git", ".venv*", ".gpu", "logs", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
-TAG = f"v{lamina.__version__}"
-NAME = f"lamina-{lamina.__version__}"
+VERSION = "4.5.6"
+TAG = f"v{VERSION}"
+NAME = f"lamina-{VERSION}"
+UNRELEASED = r"^## \[Unreleased\]$"
 
 
 class Repository:
-    """A git repository with this tree in one commit, its changelog dated."""
+    """A git repository with this tree in one commit, made ready for `VERSION` as CONTRIBUTING says:
+    what is under *Unreleased* is moved to a dated section beneath it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         shutil.copytree(ROOT, path, ignore=NOT_OURS)
-        self.change("CHANGELOG.md", rf"^(## \[{lamina.__version__}\]).*$", r"\1 - 2026-12-24")
+        self.change("CHANGELOG.md", UNRELEASED, f"## [Unreleased]\n\n## [{VERSION}] - 2026-12-24")
+        self.change("src/lamina/__init__.py", r'^__version__ = ".*"$', f'__version__ = "{VERSION}"')
         self.git("init", "--quiet")
         self.commit()
 
@@ -56,6 +58,7 @@ class Repository:
         environment = {
             **os.environ,
             "CHECK": check,
+            "PYTHONPATH": str(ROOT / "src"),  # another version, which is not to be taken for it
             "GIT_COMMITTER_NAME": "test",
             "GIT_COMMITTER_EMAIL": "test@localhost",
         }
@@ -79,12 +82,11 @@ def repository(tmp_path: Path) -> Repository:
 
 def test_a_dry_run_builds_and_installs_and_tags_nothing(repository: Repository) -> None:
     """The entry of a version that is being worked on may be without a date."""
-    dated = rf"^## \[{lamina.__version__}\].*$"
-    repository.change("CHANGELOG.md", dated, f"## [{lamina.__version__}] - not yet released")
+    repository.change("CHANGELOG.md", " - 2026-12-24$", " - not yet released")
     repository.commit()
     ended = repository.release("--dry-run")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"no date yet\nrelease: {lamina.__version__} is ready in dist/" in ended.stdout
+    assert f"no date yet\nrelease: {VERSION} is ready in dist/" in ended.stdout
     assert not repository.git("tag")
     assert not repository.git("status", "--porcelain"), "dist/ is not ignored"
     with zipfile.ZipFile(repository.path / f"dist/{NAME}-py3-none-any.whl") as wheel:
@@ -131,7 +133,24 @@ def test_a_version_that_the_changelog_does_not_have_is_refused(
 def test_a_version_without_a_date_is_refused(repository: Repository) -> None:
     repository.change("CHANGELOG.md", " - 2026-12-24$", " - not yet released")
     repository.commit()
-    repository.refuses(f"CHANGELOG.md gives {lamina.__version__} no date")
+    repository.refuses(f"CHANGELOG.md gives {VERSION} no date")
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
+def test_what_is_left_without_a_version_is_refused(
+    repository: Repository, options: tuple[str, ...]
+) -> None:
+    repository.change("CHANGELOG.md", UNRELEASED, "## [Unreleased]\n\n### Fixed\n\n* This too.")
+    repository.commit()
+    repository.refuses("CHANGELOG.md has lines under Unreleased: move", *options)
+
+
+def test_the_changelog_is_as_a_release_needs_it() -> None:
+    """*Unreleased* on top, and below it what is released, each version with its date."""
+    first, *released = re.findall(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.match(UNRELEASED, first)
+    for heading in released:
+        assert re.match(r"## \[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d$", heading)
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
