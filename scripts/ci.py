@@ -34,8 +34,9 @@ LIMIT_S = 1200.0
 """A part that takes longer hangs: it is killed, and has failed."""
 LOGS = Path(".ci/logs")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-_NOT_PASSED_ON = ("MAKEFLAGS", "MFLAGS", "PYTEST_ADDOPTS")
-"""Of the environment: with them a target may do less than it says, or go on after a failure."""
+_NOT_PASSED_ON = ("MAKEFLAGS", "MFLAGS", "PYTEST_ADDOPTS", "PYTHONPATH")
+"""Of the environment: with them a target may do less than it says, go on after a failure, or test
+what is not this tree."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def all_parts() -> list[Part]:
         make("vllm-1", "test-vllm", main, "1/2", after=["install-vllm"]),
         make("vllm-2", "test-vllm", main, "2/2", after=["install-vllm"]),
         *(make(f"core-{version}", "test", version) for version in others),
+        make("mutants", "mutants", main, after=["install"]),
         make("faults", "test-faults", main, after=["install"]),
         make("release", "test-release", main, after=["install"]),
         make("docs", "test-docs", main, after=["install"]),

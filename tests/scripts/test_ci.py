@@ -143,6 +143,7 @@ NARROWS = {
     "ARGS": "-k narrowed",
     "SHARE": "7/9",
     "PYTEST_ADDOPTS": "-k narrowed",
+    "PYTHONPATH": "/narrowed",
     "MAKEFLAGS": "i -- ARGS=-k\\ narrowed",
 }
 
@@ -187,7 +188,7 @@ def environments_in(said: str) -> set[str]:
 
 @pytest.mark.usefixtures("narrowing")
 def test_what_a_target_starts_is_not_narrowed_either(ci: Ci) -> None:
-    assert ci.run(shell("env", "echo options [$PYTEST_ADDOPTS$MAKEFLAGS] of $HOME"))
+    assert ci.run(shell("env", "echo options [$PYTEST_ADDOPTS$PYTHONPATH$MAKEFLAGS] of $HOME"))
     assert f"options [] of {os.environ['HOME']}\n" in ci.said
 
 
