@@ -15,6 +15,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -290,15 +291,22 @@ def test_any_life_of_engines_keeps_the_invariants(
 ) -> None:
     monkeypatch.setattr("lamina.server.lane._MAX_YIELD_S", 0.001)  # retrieves are often held here
     monkeypatch.setattr(LifeCycle, "servers", servers, raising=False)
-    run_state_machine_as_test(
-        LifeCycle,
-        settings=settings(
-            max_examples=120,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize=True,
-            phases=[Phase.generate],  # add Phase.shrink to make a failure small, in minutes
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+    once = settings(
+        max_examples=120,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],  # add Phase.shrink to make a failure small, in minutes
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
+    for last in (False, False, True):
+        try:
+            run_state_machine_as_test(LifeCycle, settings=once)
+            return
+        except FlakyStrategyDefinition:
+            # What may happen next depends on what the lanes have done by then. On a busy machine
+            # two lives that begin alike can go on differently, which Hypothesis takes for a fault
+            # of the rules. Nothing was violated: that would have been raised as such.
+            if last:
+                raise
