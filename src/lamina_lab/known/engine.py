@@ -90,11 +90,12 @@ class KnownEngine:
         land. The blocks were taken, and are given back when it is over or does not begin."""
         worker = self.worker
         start_tokens = first_block * worker.geometry.groups[0].block_tokens
+        # Before it begins: what follows at once, as a cancel, is to find it on its way.
+        expected = content_of_run(keys, worker.geometry)[:, :, first_block:] if keys else None
         begun = self.client.retrieve(request, lease, start_tokens, [ids(blocks)], width, ticket)
         if begun is None:
             self.give_back(blocks)
             return None
-        expected = content_of_run(keys, worker.geometry)[:, :, first_block:] if keys else None
         retrieve = KnownRetrieve(Gate(begun, release_after), blocks, expected)
         self.retrieves.append(retrieve)
         return retrieve
