@@ -18,6 +18,8 @@ from lamina.client import (
     Namespace,
     Prefix,
     Prefixes,
+    Release,
+    ReleaseQuery,
     UsageError,
     chunk_keys,
 )
@@ -68,6 +70,18 @@ class Client:
 
     def end_request(self, request: str) -> None:
         self.ended.append(request)
+
+
+class Noting:
+    """`FixedPolicy` that keeps what it was asked."""
+
+    def __init__(self, *release: int) -> None:
+        self._policy = FixedPolicy(*release)
+        self.queries: list[ReleaseQuery] = []
+
+    def decide(self, query: ReleaseQuery) -> Release:
+        self.queries.append(query)
+        return self._policy.decide(query)
 
 
 @dataclass
@@ -222,9 +236,11 @@ def test_extras_change_keys(world: World) -> None:
 
 def test_an_offer_asks_the_policy_and_commits_nothing(world: World) -> None:
     world.prefixes.set_model(8, 1000)
-    prefix = world.begin(policy=FixedPolicy(2, 0))
+    policy = Noting(2, 0)
+    prefix = world.begin(policy=policy)
     prefix.hit(TOKENS)
-    query, offer = world.prefixes.offer(prefix, len(TOKENS), 8, 40, Batch(decoding=2))
+    offer = world.prefixes.offer(prefix, len(TOKENS), 8, 40, Batch(decoding=2))
+    (query,) = policy.queries
     assert (query.layers, query.retrieve_tokens, query.compute_tokens) == (8, 40, 52)
     assert query.batch.decoding == 2
     assert (offer.start_tokens, offer.hit_tokens, offer.tokens) == (8, 40, 40)
@@ -241,9 +257,11 @@ def test_who_knows_its_geometry_says_it_once(world: World) -> None:
     prefixes = Prefixes.of(world.prefixes.client, geometry, 512, clock=lambda: world.now_s)
     assert (prefixes.chunk_tokens, prefixes.block_tokens, prefixes.step_tokens) == (CHUNK, 8, 512)
     assert prefixes.meters.copies.token_bytes == -(-(2 * 4 * 100 + 2 * 3) // CHUNK) == 51
-    prefix = prefixes.begin("r", NAMESPACE, FixedPolicy(5))
+    policy = Noting(5)
+    prefix = prefixes.begin("r", NAMESPACE, policy)
     assert prefix.hit(TOKENS[:16]) == 8
-    query, offer = prefixes.offer(prefix, 16, 0, 8)
+    offer = prefixes.offer(prefix, 16, 0, 8)
+    (query,) = policy.queries
     assert (query.layers, query.batch, offer.release.layers_per_slice) == (2, Batch(), 2)
 
 

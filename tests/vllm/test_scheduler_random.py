@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lamina.client import Offer, Prefix, Prefixes, Reason, Release, ReleaseQuery
+from lamina.client import Offer, Prefix, Prefixes, Reason, Release
 from tests.vllm import scheduler_guards as guards
 from tests.vllm.scheduler_harness import MODES, Rig, Step, prompt
 from tests.vllm.scripted_client import CHUNK, LAYERS
@@ -30,18 +30,18 @@ class Episode:
         for family in FAMILIES:
             self.rig.hold(prompt(family, 160), self._draw.randrange(6))
 
-    def _offer(self, prefix: Prefix, *question: Any) -> tuple[ReleaseQuery, Offer]:
+    def _offer(self, prefix: Prefix, *question: Any) -> Offer:
         """`auto` answers anything that it may."""
-        query, offer = Prefixes.offer(self.rig.side._prefixes, prefix, *question)
+        offer = Prefixes.offer(self.rig.side._prefixes, prefix, *question)
         release = offer.release
         if release.reason is Reason.UNMEASURED:
             fewer = CHUNK * self._draw.randrange(3)
-            tokens = max(0, query.retrieve_tokens - fewer)
+            tokens = max(0, offer.hit_tokens - fewer)
             width = self._draw.randint(1, LAYERS)
             after = self._draw.randint(0, -(-LAYERS // width))
             release = Release(width, after, tokens, Reason.OUTSIDE)
-            offer = offer._replace(tokens=release.tokens_of(query), release=release)
-        return query, offer
+            offer = offer._replace(tokens=tokens, release=release)
+        return offer
 
     def run(self) -> None:
         for index in range(self._draw.randint(20, 60)):

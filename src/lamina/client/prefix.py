@@ -4,7 +4,7 @@
     prefix = prefixes.begin(name, namespace, policy)   # a new request
     prefix.look_up(tokens)                             # asks the server and does not wait
     hit = prefix.hit(tokens)                           # tokens it has; None: no answer yet
-    query, offer = prefixes.offer(prefix, ...)         # how many to retrieve, and how
+    offer = prefixes.offer(prefix, ...)                # how many to retrieve, and how
     lease = prefix.take_lease()                        # the retrieve has the lease from now on
     prefix.give_back()                                 # or the hit is not used
     chunks = prefix.unstored(computed_tokens)          # full chunks that the server lacks
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lamina.client.client import Client, Lookup
-from lamina.client.release import Batch, Meters, Release, ReleasePolicy, ReleaseQuery
+from lamina.client.release import Batch, Meters, Release, ReleasePolicy
 from lamina.errors import UsageError
 from lamina.geometry import Geometry
 from lamina.keys import Extra, KeyChain, Namespace, Tokens
@@ -115,7 +115,7 @@ class Prefixes:
         start_tokens: int,
         hit_tokens: int,
         others: Batch = ALONE,
-    ) -> tuple[ReleaseQuery, Offer]:
+    ) -> Offer:
         """Ask the request's policy how to retrieve `hit_tokens` beyond `start_tokens`, the engine's
         own, of `tokens` in all. `others` are the rest of its batch. Raises `UsageError` for a
         request without a policy."""
@@ -124,7 +124,7 @@ class Prefixes:
         left = tokens - start_tokens - hit_tokens
         query = self.meters.query(self.clock(), start_tokens, hit_tokens, left, others)
         release = prefix.policy.decide(query)
-        return query, Offer(start_tokens, hit_tokens, release.tokens_of(query), release)
+        return Offer(start_tokens, hit_tokens, release.tokens_of(query), release)
 
 
 class Prefix:

@@ -68,7 +68,7 @@ class Cache:
         """How to retrieve tokens `[start, end)` of a hit, perhaps none of them. Commits nothing."""
         assert request.prefix is not None
         total = len(request.tokens)
-        return self.prefixes.offer(request.prefix, total, start, end - start, others)[1]
+        return self.prefixes.offer(request.prefix, total, start, end - start, others)
 
     def retrieve(self, request: Request, offer: Offer) -> Gate | None:
         """Retrieve what was planned into the request's blocks; None: recompute."""

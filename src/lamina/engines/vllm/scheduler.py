@@ -122,7 +122,7 @@ class SchedulerSide:
         if beyond <= 0:
             return 0, False
         others = self._planner.batch(tracked, self._tracked, self.retrieves)
-        _, offer = self._prefixes.offer(
+        offer = self._prefixes.offer(
             tracked.prefix, request.num_tokens, local_tokens, beyond, others
         )
         tracked.offer = offer
