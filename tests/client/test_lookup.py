@@ -72,3 +72,12 @@ def test_the_lease_of_an_answer_that_came_too_late_is_given_back(world: World) -
     assert lookup.result == MISS
     assert not server.has_been_sent_nothing(), "nobody else knows of the lease"
     assert server.next(protocol.EndLease).lease == 9
+
+
+def test_chunks_that_are_not_pinned_are_a_miss(world: World) -> None:
+    """A server that has found something and leased nothing: an engine could not retrieve it."""
+    server = world.serve()
+    lookup = world.client.lookup("r", KEYS)
+    server.reply(protocol.Found(server.expect(protocol.Lookup), lease=0, chunks=1))
+    world.client.poll()
+    assert lookup.result == MISS
