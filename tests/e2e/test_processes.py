@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lamina import protocol
@@ -260,17 +261,23 @@ def test_a_server_that_goes_on_after_a_deadline_ends_the_quarantine_with_its_rep
 def test_a_stopped_server_costs_hits_but_no_hang_and_is_used_again_when_it_goes_on(
     start_server: StartServer, make_worker: Callable[..., PageWorker]
 ) -> None:
+    clock_s = 0.0
     server = start_server()
-    worker = make_worker(suspect_after_ms=500, lookup_timeout_ms=50)
+    worker = make_worker(clock=lambda: clock_s)
+    patient = worker.client.settings
     worker.populate(KEYS, BLOCKS)
     server.send(signal.SIGSTOP)
     asked = worker.client.lookup("asked", KEYS)
-    worker.wait(lambda: asked.result == MISS)
+    assert asked.result is None
+    clock_s += patient.lookup_timeout_ms / 1000
+    assert asked.result == MISS
+    worker.client.settings = msgspec.structs.replace(patient, suspect_after_ms=500)
     worker.wait(lambda: not worker.client.is_usable)
     assert worker.client.lookup("r", KEYS).result == MISS
     assert worker.client.write_ticket().number > 0
     server.send(signal.SIGCONT)
     worker.wait(lambda: worker.client.is_usable)
+    worker.client.settings = patient
     observer = connected_client(worker.client.settings.socket)
     worker.check_hit("r", KEYS, TARGET)
     worker.client.end_request("r")

@@ -22,14 +22,14 @@ from lamina.server import endpoint
 from lamina.settings import ClientSettings
 from tests.support.server import ServerProcess, ServerThread, connected_client
 from tests.support.users import OTHER_STRANGER, STRANGER, StrangersServer, as_user, needs_root
-from tests.support.wait import eventually
+from tests.support.wait import PATIENT, eventually
 
 ME = os.geteuid()
 
 
 def client_at(path: Path) -> Client:
-    settings = ClientSettings(socket=path, reconnect_every_ms=1, suspect_after_ms=5_000)
-    return Client(settings, HostWorkerDevice(), "an engine")
+    settings = {**PATIENT, "reconnect_every_ms": 1}
+    return Client(ClientSettings(socket=path, **settings), HostWorkerDevice(), "an engine")
 
 
 def is_usable(client: Client) -> bool:

@@ -21,7 +21,7 @@ from lamina.devices.host import HostWorkerDevice
 from lamina.server.main import Server
 from lamina.settings import ClientSettings, ServerSettings
 from tests.support.valve import ValvedDevice
-from tests.support.wait import eventually
+from tests.support.wait import PATIENT, eventually
 
 _T = TypeVar("_T")
 
@@ -126,7 +126,7 @@ class ServerProcess:
 
 def connected_client(socket: Path, **settings: Any) -> Client:
     """A client without KV memory (as a scheduler has), connected."""
-    settings = {"suspect_after_ms": 5_000, "lookup_timeout_ms": 5_000, **settings}
+    settings = {**PATIENT, **settings}
     client = Client(ClientSettings(socket=socket, **settings), HostWorkerDevice(), "test")
     client.connect()
     return client

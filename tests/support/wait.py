@@ -6,6 +6,17 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 20.0
+PATIENT = {
+    f"{limit}_ms": 30_000
+    for limit in (
+        "connect_timeout",
+        "lookup_timeout",
+        "retrieve_timeout",
+        "store_timeout",
+        "suspect_after",
+    )
+}
+"""Client settings for a host however busy: no limit runs out before the test's own patience."""
 
 
 def eventually(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:

@@ -8,20 +8,23 @@ every free page is full of garbage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from lamina.content import CLOCK_SLACK_NS, wall_clock_ns
 from lamina.engines.vllm.began import beginnings
 from lamina.keys import KeyChain
 from tests.support.server import ServerThread
-from tests.support.wait import eventually
+from tests.support.wait import PATIENT, eventually
 from tests.vllm.tiny_llama import SPECIAL_TOKENS, VOCABULARY
 
 BLOCK_TOKENS = 32
@@ -280,6 +283,17 @@ class Engine:
         """The pages of a request's first `tokens` tokens, also after its end if nothing ran."""
         return self.pages(self.blocks_of[name][: tokens // BLOCK_TOKENS])
 
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """Meanwhile it is past the deadline of every transfer that was begun before."""
+        client = self.worker._worker.client
+        settings = client.settings
+        late_s = max(settings.retrieve_timeout_ms, settings.store_timeout_ms) / 1000
+        with pytest.MonkeyPatch.context() as patch:
+            for clock in (client, client._watchdog):
+                patch.setattr(clock, "_clock", lambda: time.monotonic() + late_s)
+            yield
+
     def keep_cached(self, blocks: Sequence[int]) -> None:
         """Let vLLM's prefix cache forget all other blocks."""
         self.pool.evict_blocks(set(range(1, self.blocks)) - set(blocks))
@@ -321,14 +335,8 @@ def is_old(model: Path) -> bool:
 
 
 def connector_config(server: Path, **settings: object) -> dict[str, Any]:
-    """`kv_transfer_config`, with deadlines for a busy small host."""
-    settings = {
-        "socket": str(server),
-        "chunk_tokens": CHUNK_TOKENS,
-        "suspect_after_ms": 5_000,
-        "lookup_timeout_ms": 5_000,
-        **settings,
-    }
+    """`kv_transfer_config`, with limits for a busy small host."""
+    settings = {"socket": str(server), "chunk_tokens": CHUNK_TOKENS, **PATIENT, **settings}
     return {
         "kv_connector": "LaminaConnector",
         "kv_connector_module_path": "lamina.engines.vllm",

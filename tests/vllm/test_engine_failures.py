@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -55,7 +55,7 @@ def release_held(engine: Engine, valve: Valve, name: str, mode: dict[str, Any]) 
 
 
 @contextmanager
-def held_step(engine: Engine, valve: Valve) -> Iterator[None]:
+def held_step(engine: Engine, valve: Valve) -> Iterator[Future[None]]:
     """A step on another thread, whose forward has begun and waits for slices that the valve holds;
     at the end the valve is opened and the step is over."""
     begun = threading.Event()
@@ -72,7 +72,7 @@ def held_step(engine: Engine, valve: Valve) -> Iterator[None]:
         assert begun.wait(PATIENCE_S), "the step had no forward"
         valve.wait_until_held()
         assert not step.done()
-        yield
+        yield step
     finally:
         valve.open()
         step.result(PATIENCE_S)
@@ -177,14 +177,16 @@ def test_slice_that_fails_before_release_is_recomputed(
 
 @pytest.mark.parametrize("width", [0, 1, 3])
 def test_retrieve_that_times_out_before_release_is_recomputed(
-    engine: Engine, retrieves: Valve, width: int, short_retrieves: None
+    engine: Engine, retrieves: Valve, width: int
 ) -> None:
     """The request goes on without waiting for the server; the blocks stay held until it is known
     that it will not write to them."""
     prompt = Prompt(engine, 6)
     retrieves.close()
     engine.add("r", prompt.tokens, store=False, layerwise_overlap=width)
-    engine.step_until(lambda: engine.is_answered)
+    engine.step_until(lambda: retrieves.is_holding)
+    with engine.late():
+        engine.step_until(lambda: engine.is_answered)
     answer = engine.answers.pop("r")
     assert retrieves.is_holding
     assert engine.pool.get_num_free_blocks() <= engine.blocks - 1 - HIT // BLOCK_TOKENS
@@ -197,17 +199,19 @@ def test_retrieve_that_times_out_before_release_is_recomputed(
 
 @in_early_modes
 def test_retrieve_that_times_out_after_release_ends_its_request_in_an_error(
-    engine: Engine, retrieves: Valve, mode: dict[str, Any], short_retrieves: None
+    engine: Engine, retrieves: Valve, mode: dict[str, Any]
 ) -> None:
     prompt = Prompt(engine, 7)
     retrieves.close()
     engine.add("r", prompt.tokens, store=False, **mode)
     release_held(engine, retrieves, "r", mode)
-    engine.step_until(lambda: engine.is_answered)
-    answer = engine.answers.pop("r")
-    assert (answer.reason, answer.tokens) == ("error", [])
-    assert engine.pool.get_num_free_blocks() == engine.blocks - 1 - HIT // BLOCK_TOKENS
-    retrieves.open()
+    with held_step(engine, retrieves) as step:
+        with engine.late():
+            step.result(PATIENCE_S)
+        engine.step_until(lambda: engine.is_answered)
+        answer = engine.answers.pop("r")
+        assert (answer.reason, answer.tokens) == ("error", [])
+        assert engine.pool.get_num_free_blocks() == engine.blocks - 1 - HIT // BLOCK_TOKENS
     engine.run()
     engine.assert_idle()
 
@@ -243,11 +247,3 @@ def check_hit(engine: Engine, prompt: Prompt) -> None:
     answer = engine.ask(prompt.tokens, store=False, layerwise_overlap=1)
     assert answer.cached == HIT
     assert answer.tokens == prompt.answer.tokens
-
-
-@pytest.fixture
-def short_retrieves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retrieves time out after 0.2 s."""
-    client = engine.worker._worker.client
-    settings = msgspec.structs.replace(client.settings, retrieve_timeout_ms=200)
-    monkeypatch.setattr(client, "settings", settings)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.support.server import ServerThread
@@ -12,15 +9,6 @@ from tests.support.wait import eventually
 from tests.vllm.engine import CHUNK_TOKENS, Engine, random_tokens
 
 HIT = 4 * CHUNK_TOKENS
-STORE_TIMEOUT_MS = 300
-
-
-@pytest.fixture(scope="module")
-def module_engine(model: Path, module_server: ServerThread) -> Iterator[Engine]:
-    socket = module_server.settings.socket
-    engine = Engine(model, socket, store_timeout_ms=STORE_TIMEOUT_MS)
-    yield engine
-    engine.close()
 
 
 def begin_store(engine: Engine, server: ServerThread, *seed: int) -> list[int]:
@@ -51,7 +39,9 @@ def check_not_found(engine: Engine, server: ServerThread, prompt: list[int]) -> 
 
 def test_a_store_that_does_not_end_is_given_up(engine: Engine, server: ServerThread) -> None:
     prompt = begin_store(engine, server, 91)
-    engine.run()  # until nothing is held
+    engine.step_until(lambda: server.device.stores.is_holding)
+    with engine.late():
+        engine.run()  # until nothing is held
     engine.assert_idle()
     check_not_found(engine, server, prompt)
 

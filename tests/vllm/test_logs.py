@@ -21,6 +21,7 @@ from lamina.errors import LaminaError, ServerUnavailableError
 from lamina.protocol import MAX_LABEL_CHARS
 from lamina.settings import AUTO, WHOLE, ClientSettings
 from tests.support.server import ServerThread
+from tests.support.wait import PATIENCE_S
 from tests.vllm.test_refusals import engine_config
 
 OURS = logging.getLogger("lamina")
@@ -123,8 +124,10 @@ def test_an_engines_start_is_told(
     server: ServerThread,
     ours: logging.Logger,
     vllm_log: io.StringIO,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In vLLM's log; and the server knows which model it is."""
+    monkeypatch.setattr("lamina.engines.vllm.logs._STATS_WAIT_S", PATIENCE_S)
     path = server.settings.socket
     connector = LaminaConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(6, [], []))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lamina.engines.vllm import began
+from lamina.engines.vllm import began, weights
 from lamina.engines.vllm.began import Beginnings, process_start_ns
 from lamina.engines.vllm.weights import Weights
-from tests.support.wait import eventually
+from tests.support.wait import PATIENCE_S, eventually
 
 SIZE = 100_000
 LATER_NS = 10**10
@@ -280,10 +281,19 @@ def test_a_process_began_before_now_and_after_the_machine() -> None:
     assert before_ns < process_start_ns() < time.time_ns()
 
 
-def test_the_start_of_an_engine_does_not_wait(directory: Path) -> None:
-    weights = Weights(config(directory), None, None)
-    started_s = time.monotonic()
-    weights.begin()
-    weights.wait(0)
-    assert time.monotonic() - started_s < 0.1
-    eventually(lambda: weights.identity)
+def test_the_start_of_an_engine_does_not_wait(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, digests = threading.Event(), weights.digests
+
+    def read_when_it_may(*arguments: Any) -> Any:
+        may_read.wait(PATIENCE_S)
+        return digests(*arguments)
+
+    monkeypatch.setattr(weights, "digests", read_when_it_may)
+    unread = Weights(config(directory), None, None)
+    unread.begin()
+    unread.wait(0)
+    assert unread.identity is None
+    may_read.set()
+    eventually(lambda: unread.identity)
