@@ -98,13 +98,14 @@ def time_connector() -> dict[str, float]:
 
 def start(model: Path, socket: Path) -> Any:
     """An in-process engine with the connector."""
+    import torch
     from vllm import LLM
 
     llm = LLM(
         model=str(model),
         skip_tokenizer_init=True,
         block_size=32,
-        dtype="float32",
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
         max_model_len=2048,
         enforce_eager=True,
         num_gpu_blocks_override=640,

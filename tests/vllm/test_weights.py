@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from lamina.engines.vllm import began, weights
+from lamina.content import digests
+from lamina.engines.vllm import began
 from lamina.engines.vllm.began import Beginnings, process_start_ns
 from lamina.engines.vllm.weights import Weights
 from tests.support.wait import PATIENCE_S, eventually
@@ -284,16 +285,16 @@ def test_a_process_began_before_now_and_after_the_machine() -> None:
 def test_the_start_of_an_engine_does_not_wait(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read, digests = threading.Event(), weights.digests
+    may_read = threading.Event()
 
     def read_when_it_may(*arguments: Any) -> Any:
         may_read.wait(PATIENCE_S)
         return digests(*arguments)
 
-    monkeypatch.setattr(weights, "digests", read_when_it_may)
-    unread = Weights(config(directory), None, None)
-    unread.begin()
-    unread.wait(0)
-    assert unread.identity is None
+    monkeypatch.setattr("lamina.engines.vllm.weights.digests", read_when_it_may)
+    weights = Weights(config(directory), None, None)
+    weights.begin()
+    weights.wait(0)
+    assert weights.identity is None
     may_read.set()
-    eventually(lambda: unread.identity)
+    eventually(lambda: weights.identity)
