@@ -64,6 +64,7 @@ class Transfer:
 
     _made_s: float = field(default_factory=time.perf_counter, init=False)
     _cancelled_as: TransferStatus | None = field(default=None, init=False)
+    _tell_cancelled: Callable[[Transfer], object] | None = field(default=None, init=False)
     _enqueued_slices: int = field(default=0, init=False)
 
     def __str__(self) -> str:
@@ -72,6 +73,15 @@ class Transfer:
     def cancel(self, status: TransferStatus = TransferStatus.CANCELLED) -> None:
         """Ask the lane to stop. It is over when it has `ended`."""
         self._cancelled_as = status
+        if self._tell_cancelled is not None:
+            self._tell_cancelled(self)
+
+    def tell_cancelled(self, tell: Callable[[Transfer], object]) -> None:
+        """Have each `cancel` from now on call `tell`, on its own thread; at once if it was
+        cancelled already."""
+        self._tell_cancelled = tell
+        if self._cancelled_as is not None:  # perhaps twice, when both threads meet here
+            tell(self)
 
     @property
     def cancelled_as(self) -> TransferStatus | None:
