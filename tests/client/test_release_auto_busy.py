@@ -28,8 +28,12 @@ def test_who_is_held_behind_others_is_held_until_a_step_that_waits_for_slices_is
     early, late = DECIDE(asked), DECIDE(gated)
     assert early.reason is late.reason is Reason.OUTSIDE
     assert late.release_after_slices > early.release_after_slices
-    assert early.first_token_s is not None
-    assert late.first_token_s == pytest.approx(early.first_token_s + 0.05 - 0.02)
+    assert early.forecast is not None
+    assert late.forecast is not None
+    early_s, late_s = (
+        each.chosen.first_token_after_s for each in (early.forecast, late.forecast)
+    )
+    assert late_s == pytest.approx(early_s + 0.05 - 0.02)
 
 
 @pytest.mark.parametrize(("times", "is_retrieved"), [(1.0, True), (1.17, True), (1.3, False)])

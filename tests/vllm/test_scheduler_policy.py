@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lamina.client import AutoPolicy, Release, ReleaseQuery
+from lamina.client.release import Candidate, Forecast, Why
 from lamina.engines.vllm.planning import Planner
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import BLOCK, CHUNK, LAYERS
@@ -180,7 +181,9 @@ def test_steps_are_measured(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_decision_and_its_first_token_are_logged_and_counted(
     mode: str, asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked(lambda query: Release(1, 1, ready_s=0.25, first_token_s=0.5))
+    chosen = Candidate(4 * CHUNK, 1, 0.1, 0.1, 0.0, 0.25, 0.5, 0.0)
+    forecast = Forecast(0.0, 0.0, chosen, Why.LEAST, (chosen,))
+    asked(lambda query: Release(1, 1, forecast=forecast))
     rig = Rig(mode, settings=AUTO)
     rig.client.is_swift = True
     rig.hold(ASKED)
@@ -190,7 +193,7 @@ def test_a_decision_and_its_first_token_are_logged_and_counted(
     decided, came = [record.getMessage() for record in caplog.records]
     assert decided == (
         f"A: fixed: retrieves {4 * CHUNK} of {4 * CHUNK} tokens, 1 layers a slice, "
-        "released after 1 slices; first token expected in 500.0 ms"
+        f"released after 1 slices; forecast: {forecast}"
     )
     assert came.startswith("A: fixed: first token after")
     rig.close()

@@ -110,13 +110,26 @@ def bench_simulate(
     layers: Annotated[int, typer.Option(min=1)] = 32,
     step_tokens: Annotated[int, typer.Option(min=1, help="max_num_batched_tokens.")] = 2048,
     prefill_tokens_per_ms: Annotated[float, typer.Option(min=0.01, help="Computing.")] = 50.0,
+    noise: Annotated[
+        float, typer.Option(min=0.0, help="Deviation of steps' and copies' times: 0.1 is 10 %.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    forecasts: Annotated[
+        bool, typer.Option("--forecasts", help="Print what 'auto' expected of each hit.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict first-token times on a model of engine and link, for each way to retrieve a hit.
 
     All else is as measured for an 8B model on an H200; see docs/performance.md.
     """
-    from lamina_lab.simulate import Machine, Workload, run_cells, simulation_table
+    from lamina_lab.simulate import (
+        Machine,
+        Workload,
+        forecast_lines,
+        run_cells,
+        simulation_table,
+    )
 
     if max(hit_tokens) >= prompt_tokens:
         raise SettingsError(
@@ -129,6 +142,9 @@ def bench_simulate(
         step_tokens=step_tokens,
         link_s_per_gib=2**30 / (link_gbps * 1e9),
         token_s=1e-3 / prefill_tokens_per_ms,
+        step_noise=noise,
+        link_noise=noise,
+        seed=seed,
     )
     workloads = [
         Workload(hit_tokens=hit, prompt_tokens=prompt_tokens, concurrency=count, requests=requests)
@@ -140,6 +156,8 @@ def bench_simulate(
         typer.echo(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
         Console().print(simulation_table(result))
+        for line in forecast_lines(result) if forecasts else ():
+            typer.echo(line)
 
 
 @bench_app.command("soak")

@@ -1,6 +1,13 @@
 """A model of an engine with a cache behind a link; see `engine`."""
 
-from lamina_lab.simulate.arms import ARMS, Cell, SimulationResult, run_cells, simulation_table
+from lamina_lab.simulate.arms import (
+    ARMS,
+    Cell,
+    SimulationResult,
+    forecast_lines,
+    run_cells,
+    simulation_table,
+)
 from lamina_lab.simulate.engine import simulate
 from lamina_lab.simulate.model import Machine, Outcome, Workload
 
@@ -11,6 +18,7 @@ __all__ = [
     "Outcome",
     "SimulationResult",
     "Workload",
+    "forecast_lines",
     "run_cells",
     "simulate",
     "simulation_table",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
 from rich import box
 from rich.table import Table
 
-from lamina.client.release import AutoPolicy, FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.client.release import AutoPolicy, FixedPolicy, Forecast, ReleasePolicy, WholePolicy
 from lamina_lab.simulate.engine import simulate
 from lamina_lab.simulate.model import Machine, Workload
 
@@ -30,13 +30,15 @@ ARMS: dict[str, ReleasePolicy] = {
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean first-token times by arm, and the mean time of whole requests, in milliseconds."""
+    """Mean first-token times by arm, and the mean time of whole requests, in milliseconds; what
+    `auto` expected of each request, in order of sending."""
 
     hit_tokens: int
     concurrency: int
     first_token_ms: dict[str, float]
     total_ms: dict[str, float]
     auto_reasons: dict[str, int]
+    auto_forecasts: tuple[Forecast | None, ...]
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,7 @@ def _cell(machine: Machine, workload: Workload) -> Cell:
         first_token_ms={arm: round(o.mean_s * 1e3, 2) for arm, o in outcomes.items()},
         total_ms={arm: round(o.mean_total_s * 1e3, 2) for arm, o in outcomes.items()},
         auto_reasons=outcomes["auto"].reasons,
+        auto_forecasts=outcomes["auto"].forecasts,
     )
 
 
@@ -84,3 +87,10 @@ def simulation_table(result: SimulationResult) -> Table:
         times = (f"{time_ms:.1f}" for time_ms in cell.first_token_ms.values())
         table.add_row(f"{cell.hit_tokens}", f"{cell.concurrency}", *times)
     return table
+
+
+def forecast_lines(result: SimulationResult) -> Iterator[str]:
+    """A line for each hit that `auto` weighed."""
+    for cell in result.cells:
+        for number, forecast in enumerate(cell.auto_forecasts):
+            yield f"{cell.hit_tokens} : {cell.concurrency}, request {number}: {forecast}"

@@ -1,16 +1,18 @@
 """A model of an engine with a cache behind a link: what would N requests of this size do?
 
-Discrete events, no randomness, virtual time. The engine schedules as vLLM does: steps of bounded
+Discrete events, virtual time, no randomness but noise that is asked for. The engine schedules as vLLM does: steps of bounded
 tokens, running requests before waiting ones, several prompts in one step, the next step scheduled
 while one is under way. The link is one lane, retrieve after retrieve. Each retrieve is decided by a
 real release policy, and `auto` sees only what the real meters measured."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lamina.client.release import Batch, Meters, ReleasePolicy
+from lamina.client.release import Batch, Forecast, Meters, ReleasePolicy
 from lamina_lab.simulate.model import Machine, Outcome, Workload
 
 
@@ -81,6 +83,9 @@ class _Simulation:
         self._gaps: list[float] = []
         self._retrieved = 0
         self._reasons: dict[str, int] = {}
+        self._forecasts: dict[int, Forecast | None] = {}
+        self._step_dice = random.Random(machine.seed)
+        self._link_dice = random.Random(-1 - machine.seed)
         self._meters = Meters(
             machine.layers, machine.token_bytes, machine.chunk_tokens, machine.step_tokens
         )
@@ -102,6 +107,7 @@ class _Simulation:
             stream_gaps_s=tuple(self._gaps),
             retrieved_tokens=self._retrieved,
             reasons=self._reasons,
+            forecasts=tuple(self._forecasts[number] for number in sorted(self._forecasts)),
             seconds=self._now_s,
         )
 
@@ -186,6 +192,7 @@ class _Simulation:
         release = self._policy.decide(query)
         tokens = release.tokens_of(query)
         self._reasons[release.reason.value] = self._reasons.get(release.reason.value, 0) + 1
+        self._forecasts[request.number] = release.forecast
         self._retrieved += tokens
         request.scheduled = request.done = tokens
         if not tokens:
@@ -223,7 +230,7 @@ class _Simulation:
         layers = machine.layers
         asked_s = self._now_s + machine.launch_s
         begins_s = max(self._lane_free_s, asked_s)
-        layer_s = machine.copy_s(tokens) / layers
+        layer_s = machine.copy_s(tokens) * _noise(self._link_dice, machine.link_noise) / layers
         landed_s = [
             begins_s
             + min(layers, (layer // width + 1) * width) * layer_s
@@ -247,7 +254,8 @@ class _Simulation:
             for r, n in step.work
         )
         least_s = machine.prefill_step_s if prefill else machine.decode_step_s
-        layer_s = max(compute_s, least_s) / machine.layers
+        step_s = max(compute_s, least_s) * _noise(self._step_dice, machine.step_noise)
+        layer_s = step_s / machine.layers
         retrieves = self._open_retrieves([r for r, _ in step.work])
         prefill_tokens = sum(n for _, n in prefill)
         context = sum(n * r.scheduled for r, n in prefill) // max(1, prefill_tokens)
@@ -317,5 +325,9 @@ class _Simulation:
     def _learn(self, tokens: int, context: int, took_s: float) -> None:
         self._steps += 1
         self._meters.steps.begin(self._steps, self._now_s, tokens, context, False)
-        self._now_s += took_s
+        self._now_s += took_s * _noise(self._step_dice, self._machine.step_noise)
         self._meters.steps.end(self._steps, self._now_s)
+
+
+def _noise(dice: random.Random, deviation: float) -> float:
+    return math.exp(dice.gauss(0.0, deviation)) if deviation else 1.0

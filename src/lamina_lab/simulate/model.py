@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lamina.client.release import Forecast
+
 GIB = 2**30
 
 
@@ -34,6 +36,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     idle_poll_s: float = 1e-3
     steps_at_once: int = 2
     """2: a step is scheduled while one is under way."""
+    step_noise: float = 0.0
+    """Each step's computing takes `exp(n)` times as long, n normal with this deviation: 0.1 is
+    about 10 %. So does each retrieve's copying with `link_noise`; both draw from `seed`."""
+    link_noise: float = 0.0
+    seed: int = 0
 
     def copy_s(self, tokens: int) -> float:
         return tokens * self.token_bytes * self.link_s_per_gib / GIB
@@ -53,13 +60,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from sending to the first and to the last token, in order of sending; `stream_gaps_s`
-    between the tokens of streams. `retrieved_tokens` and `reasons`: what was decided."""
+    between the tokens of streams. `retrieved_tokens`, `reasons` and `forecasts`: what was decided,
+    and what the policy expected of each hit, if it says so."""
 
     first_token_s: tuple[float, ...]
     last_token_s: tuple[float, ...]
     stream_gaps_s: tuple[float, ...]
     retrieved_tokens: int
     reasons: dict[str, int]
+    forecasts: tuple[Forecast | None, ...]
     seconds: float
 
     @property

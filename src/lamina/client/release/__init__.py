@@ -4,13 +4,16 @@ retrieves all of its hit."""
 from lamina.client.release.auto import AutoPolicy
 from lamina.client.release.base import Batch, Reason, Release, ReleasePolicy, ReleaseQuery, Speed
 from lamina.client.release.fixed import FixedPolicy, WholePolicy
+from lamina.client.release.forecast import Candidate, Forecast, Why
 from lamina.client.release.meters import Meters
 from lamina.settings import AUTO, WHOLE, ClientSettings, Overlap
 
 __all__ = [
     "AutoPolicy",
     "Batch",
+    "Candidate",
     "FixedPolicy",
+    "Forecast",
     "Meters",
     "Reason",
     "Release",
@@ -18,6 +21,7 @@ __all__ = [
     "ReleaseQuery",
     "Speed",
     "WholePolicy",
+    "Why",
     "policy_of",
     "release_policy",
 ]

@@ -19,9 +19,9 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lamina.client.release.base import Reason, Release, ReleaseQuery, Speed
+from lamina.client.release.forecast import Candidate, Forecast, Why
 
 SLICE_S = 100e-6
 """A slice shorter than this is widened: announcing and waiting for one costs about 5 us of GPU
@@ -53,42 +53,40 @@ class AutoPolicy:
         speed = query.speed
         if speed is None or speed.compute_s_per_token is None:
             return _unmeasured(query)
-        forecast = _Forecast(query, speed, speed.compute_s_per_token)
-        plan = forecast.best()
-        if plan.retrieve_tokens < query.retrieve_tokens:
-            slowest_s = max(speed.compute_s_per_token, speed.slowest_compute_s_per_token)
-            if not _Forecast(query, speed, slowest_s).agrees(plan):
-                plan = forecast.whole()
-        if not plan.retrieve_tokens:
-            return Release(query.layers, 0, 0, Reason.RECOMPUTED, 0.0, plan.first_token_s)
-        width = _width(query.layers, plan.retrieve_tokens * speed.copy_s_per_token)
+        outlook = _Outlook(query, speed, speed.compute_s_per_token)
+        forecast = _weigh(query, speed, outlook)
+        chosen = forecast.chosen
+        if not chosen.retrieve_tokens:
+            return Release(query.layers, 0, 0, Reason.RECOMPUTED, forecast)
+        width = _width(query.layers, chosen.link_s)
         return Release(
             width,
-            -(-plan.layers_before // width),
-            plan.retrieve_tokens,
-            forecast.reason_of(plan),
-            plan.ready_s,
-            plan.first_token_s,
+            -(-chosen.layers_before // width),
+            chosen.retrieve_tokens,
+            outlook.reason_of(chosen),
+            forecast,
         )
 
 
-class _Plan(NamedTuple):
-    """One candidate. `layers_before` release is 0 for a synchronous retrieve; `stall_s` is how long
-    its step waits."""
+def _weigh(query: ReleaseQuery, speed: Speed, outlook: _Outlook) -> Forecast:
+    """The cheapest of all candidates; with less than the whole hit only for a real gain that does
+    not hang on the pace of computing."""
+    wholes, shorter_ones = outlook.wholes(), outlook.shorter_ones()
+    whole, shorter = min(wholes, key=_cost), min(shorter_ones, key=_cost)
+    chosen, why = whole, Why.LEAST
+    if shorter.cost_s < whole.cost_s * (1 - LEAST_GAIN):
+        slowest_s = max(speed.compute_s_per_token or 0.0, speed.slowest_compute_s_per_token)
+        if _Outlook(query, speed, slowest_s).agrees(shorter):
+            chosen = shorter
+        else:
+            why = Why.UNSURE
+    elif shorter.cost_s < whole.cost_s:
+        why = Why.NO_GAIN
+    candidates = tuple(dict.fromkeys(wholes + shorter_ones))
+    return Forecast(query.lane_busy_s, query.engine_busy_s, chosen, why, candidates)
 
-    retrieve_tokens: int
-    layers_before: int
-    ready_s: float
-    first_token_s: float
-    stall_s: float
-    others_s: float
 
-    @property
-    def cost_s(self) -> float:
-        return self.first_token_s + self.others_s
-
-
-class _Forecast:
+class _Outlook:
     """What would become of a request and of the others."""
 
     def __init__(self, query: ReleaseQuery, speed: Speed, token_s: float) -> None:
@@ -102,26 +100,22 @@ class _Forecast:
         others_end_s = query.engine_busy_s + self._others_step_s
         self._others_end_s = max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s
 
-    def best(self) -> _Plan:
-        """The cheapest of all candidates; with less than the whole hit only for a real gain."""
+    def wholes(self) -> list[Candidate]:
+        """Each way with the whole hit."""
+        return [way(0) for way in self._ways()]
+
+    def shorter_ones(self) -> list[Candidate]:
+        """Each way with the best number of fewer chunks, which may be all, and none at all."""
         chunks = -(-self._query.retrieve_tokens // self._query.chunk_tokens)
-        ways = self._ways()
-        whole = self.whole()
-        nothing = self.synchronous(chunks)
-        shorter = min([_cheapest(way, chunks - 1) for way in ways] + [nothing], key=_cost)
-        return shorter if shorter.cost_s < whole.cost_s * (1 - LEAST_GAIN) else whole
+        return [_cheapest(way, chunks - 1) for way in self._ways()] + [self.synchronous(chunks)]
 
-    def whole(self) -> _Plan:
-        """The cheapest with the whole hit."""
-        return min((way(0) for way in self._ways()), key=_cost)
+    def agrees(self, other: Candidate) -> bool:
+        """Whether `other`, of another outlook, is no worse than the whole hit here too."""
+        fewer = -(-(self._query.retrieve_tokens - other.retrieve_tokens) // self._query.chunk_tokens)
+        again = self.outside(fewer) if other.layers_before else self.synchronous(fewer)
+        return again.cost_s <= min(map(_cost, self.wholes()))
 
-    def agrees(self, plan: _Plan) -> bool:
-        """Whether `plan`, of another forecast, is no worse than the whole hit here too."""
-        fewer = -(-(self._query.retrieve_tokens - plan.retrieve_tokens) // self._query.chunk_tokens)
-        again = self.outside(fewer) if plan.layers_before else self.synchronous(fewer)
-        return again.cost_s <= self.whole().cost_s
-
-    def _ways(self) -> list[Callable[[int], _Plan]]:
+    def _ways(self) -> list[Callable[[int], Candidate]]:
         """A synchronous retrieve never overtakes those who are retrieving, and joins a busy lane
         only where computing takes longer than what is ahead: everybody would wait for all of it,
         and the engine's thread as well. Alone there is nobody to wait outside for."""
@@ -136,15 +130,15 @@ class _Forecast:
             )
         return [self.synchronous, self.outside] if query.batch.running else [self.synchronous]
 
-    def reason_of(self, plan: _Plan) -> Reason:
-        if plan.layers_before:
+    def reason_of(self, chosen: Candidate) -> Reason:
+        if chosen.layers_before:
             return Reason.OUTSIDE
-        first_slices_s = 2 * plan.retrieve_tokens * self._copy_s / self._query.layers
-        if plan.stall_s <= first_slices_s:  # the first one is always waited for
+        first_slices_s = 2 * chosen.link_s / self._query.layers
+        if chosen.stall_s <= first_slices_s:  # the first one is always waited for
             return Reason.HIDDEN
         return Reason.CHEAPER if self._query.batch.running else Reason.ALONE
 
-    def synchronous(self, fewer_chunks: int) -> _Plan:
+    def synchronous(self, fewer_chunks: int) -> Candidate:
         """The request runs in this step."""
         query, batch = self._query, self._query.batch
         retrieve, compute, extra_s = self._tokens(fewer_chunks)
@@ -153,8 +147,9 @@ class _Forecast:
         step_s = self._step_s(batch.prefill_tokens + first)
         unstalled_s = query.engine_busy_s + step_s
         end_s = unstalled_s
+        copy_s = retrieve * self._copy_s
         if retrieve:
-            copy_s, part = retrieve * self._copy_s, 1 / query.layers
+            part = 1 / query.layers
             first_s = query.lane_busy_s + copy_s * part
             last_s = query.lane_busy_s + copy_s
             end_s = max(unstalled_s, first_s + step_s, last_s + step_s * part)
@@ -162,9 +157,11 @@ class _Forecast:
         others_s = batch.prefilling * max(0.0, end_s - self._others_end_s)
         others_s += (batch.decoding + batch.retrieving) * stall_s + self._delay_s(extra_s)
         rest_s = (compute - first) * self._token_s
-        return _Plan(retrieve, 0, 0.0, end_s + rest_s, stall_s, others_s)
+        return Candidate(
+            retrieve, 0, copy_s, step_s + rest_s, stall_s, 0.0, end_s + rest_s, others_s
+        )
 
-    def outside(self, fewer_chunks: int) -> _Plan:
+    def outside(self, fewer_chunks: int) -> Candidate:
         """The request is released so late that its step need not wait."""
         query = self._query
         layers = query.layers
@@ -189,7 +186,10 @@ class _Forecast:
         landed_s = query.lane_busy_s + copy_s
         end_s = max(begins_s + step_s, landed_s + step_s / layers)
         rest_s = (compute - first) * self._token_s
-        return _Plan(retrieve, before, ready_s, end_s + rest_s, 0.0, self._delay_s(extra_s))
+        others_s = self._delay_s(extra_s)
+        return Candidate(
+            retrieve, before, copy_s, step_s + rest_s, 0.0, ready_s, end_s + rest_s, others_s
+        )
 
     def _tokens(self, fewer_chunks: int) -> tuple[int, float, float]:
         """Tokens to retrieve and to compute, and the time that the latter take more than need
@@ -208,11 +208,11 @@ class _Forecast:
         return max(self._least_prefill_s, tokens * self._token_s) if tokens else self._decode_s
 
 
-def _cost(plan: _Plan) -> float:
-    return plan.cost_s
+def _cost(candidate: Candidate) -> float:
+    return candidate.cost_s
 
 
-def _cheapest(plan: Callable[[int], _Plan], most: int) -> _Plan:
+def _cheapest(plan: Callable[[int], Candidate], most: int) -> Candidate:
     """The cheapest of `plan(0)` to `plan(most)`, the first of equals; costs are convex.
 
     Rarely do more than a few chunks pay, so the search begins there.

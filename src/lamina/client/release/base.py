@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from lamina.client.release.forecast import Forecast
+
 
 class Batch(NamedTuple):
     """Who else is there: what a request that is waited for in a step delays.
@@ -107,16 +109,14 @@ class Release(NamedTuple):
     """The answer. `release_after_slices` is 0 for a synchronous retrieve: the request runs in this
     very step, and every layer waits for its own slice. `retrieve_tokens` is None for all of them.
 
-    Predicted from now: `ready_s` until the request is released, `first_token_s` until its prompt is
-    computed. None where nothing is known.
+    `forecast` is what was expected; None where nothing is known.
     """
 
     layers_per_slice: int
     release_after_slices: int
     retrieve_tokens: int | None = None
     reason: Reason = Reason.FIXED
-    ready_s: float | None = None
-    first_token_s: float | None = None
+    forecast: Forecast | None = None
 
     def tokens_of(self, query: ReleaseQuery) -> int:
         """How many tokens to retrieve."""

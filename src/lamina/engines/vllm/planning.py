@@ -73,22 +73,22 @@ class Planner:
             self._meters.copies.skipped()
         counts.count_decision(release.reason)
         counts.hit_tokens_computed += offer.hit_tokens - offer.tokens
-        if release.ready_s is not None and release.release_after_slices:
-            counts.expected_release_s += release.ready_s
+        expected = release.forecast.chosen if release.forecast is not None else None
+        if expected is not None and release.release_after_slices:
+            counts.expected_release_s += expected.ready_after_s
         if not tracked.request.num_output_tokens:
-            self._expected[tracked.name] = _Expectation(
-                tracked, now_s, release.first_token_s, release.reason
-            )
-        log.debug(
+            expected_s = expected.first_token_after_s if expected is not None else None
+            self._expected[tracked.name] = _Expectation(tracked, now_s, expected_s, release.reason)
+        log.debug(  # the forecast is put into words only where that is written
             "%s: %s: retrieves %d of %d tokens, %d layers a slice, released after %d slices; "
-            "first token expected in %s",
+            "forecast: %s",
             tracked.name,
             release.reason.value,
             offer.tokens,
             offer.hit_tokens,
             release.layers_per_slice,
             release.release_after_slices,
-            _ms(release.first_token_s),
+            release.forecast,
         )
 
     def step_built(self, number: int, output: Any, waits: bool) -> None:
