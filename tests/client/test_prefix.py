@@ -276,6 +276,6 @@ def test_numbers_of_transfers_are_unlike_each_other(world: World) -> None:
 
 
 def test_a_batch_of_what_is_left() -> None:
-    batch = Batch.of([1, 300, 1, 900, 0], [40, 50], 3, 512, gated_s=0.5)
-    assert batch == Batch(3, 2, 512, 0.5, 2, 90, 3)
+    batch = Batch.of([1, 300, 1, 900, 0], [40, 50], 3, 512)
+    assert batch == Batch(3, 2, 512, 2, 90, 3)
     assert batch.running == 5

@@ -41,7 +41,6 @@ batches = st.builds(
     decoding=st.integers(0, 300),
     prefilling=st.integers(0, 8),
     prefill_tokens=st.integers(0, 8192),
-    gated_s=st.floats(0, 1),
     retrieving=st.integers(0, 16),
     retrieving_tokens=st.integers(0, 100_000),
     waiting=st.integers(0, 100),

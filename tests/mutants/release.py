@@ -6,16 +6,22 @@ from tests.mutants.mutation import Mutation
 
 RELEASE = (
     Mutation(
-        "auto-ignores-gated",
+        "auto-trusts-quick-steps",
         0,
-        "a step that waits for slices anyway is thought to be delayed by another's",
+        "a hit is cut short because a few steps seemed quick, and its end is computed for long",
         "client/release/auto.py",
-        "max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s",
-        "others_end_s",
-        (
-            "tests/client/test_release_auto_busy.py",
-            "tests/client/test_release_auto.py",
-        ),
+        "if _Outlook(query, speed, slowest_s).agrees(shorter):",
+        "if True:",
+        ("tests/client/test_release_auto.py", "tests/client/test_release_forecast.py"),
+    ),
+    Mutation(
+        "auto-overtakes",
+        0,
+        "a step waits for a retrieve that went ahead of those who wait outside",
+        "client/release/auto.py",
+        "if query.batch.retrieving:",
+        "if False:",
+        ("tests/client/test_release_auto.py",),
     ),
     Mutation(
         "auto-without-caution",
@@ -24,18 +30,6 @@ RELEASE = (
         "client/release/auto.py",
         "CAUTION = 1.1\n",
         "CAUTION = 1.0\n",
-        (
-            "tests/client/test_release_auto_busy.py",
-            "tests/client/test_release_auto.py",
-        ),
-    ),
-    Mutation(
-        "auto-never-joins-a-busy-lane",
-        0,
-        "a request waits outside though its own step would hide what is ahead of it",
-        "client/release/auto.py",
-        "if not self.synchronous(0).stall_s",
-        "if False",
         (
             "tests/client/test_release_auto_busy.py",
             "tests/client/test_release_auto.py",

@@ -156,15 +156,6 @@ VLLM = (
         (f"{IDENTITY}::test_a_retrieve_into_blocks_that_the_step_zeroes_needs_a_ticket",),
     ),
     Mutation(
-        "vllm-gated-not-planned",
-        0,
-        "the policy is not told that the step waits for slices already",
-        "engines/vllm/planning.py",
-        "waiting, step_tokens, max(gated, default=0.0))",
-        "waiting, step_tokens)",
-        ("tests/vllm/test_planning_gated.py",),
-    ),
-    Mutation(
         "vllm-retrieved-bytes-uncounted",
         10,
         "vLLM's metrics do not show how much was retrieved",

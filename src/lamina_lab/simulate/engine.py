@@ -188,7 +188,7 @@ class _Simulation:
         if self._policy is None:
             request.scheduled = request.done = hit
             return True
-        query = self._meters.query(self._now_s, 0, hit, request.prompt - hit, self._batch(step))
+        query = self._meters.query(self._now_s, 0, hit, request.prompt - hit, self._batch())
         release = self._policy.decide(query)
         tokens = release.tokens_of(query)
         self._reasons[release.reason.value] = self._reasons.get(release.reason.value, 0) + 1
@@ -200,21 +200,16 @@ class _Simulation:
         request.retrieve = self._copy(request, tokens, *release[:2])
         return not release.release_after_slices
 
-    def _batch(self, step: _Step) -> Batch:
+    def _batch(self) -> Batch:
         """What the scheduler's side of a connector sees of the others."""
         prefilling = [r for r in self._running if r.is_prefilling]
         retrieving = [*self._retrieving, *self._ready]
-        gated = [
-            self._meters.copies.queue.busy_s(self._now_s, retrieve.number)
-            for retrieve in self._open_retrieves(self._running)
-        ]
         return Batch(
             decoding=sum(not r.is_prefilling and r.tokens_left > 0 for r in self._running),
             prefilling=len(prefilling),
             prefill_tokens=min(
                 self._machine.step_tokens, sum(r.prompt - r.scheduled for r in prefilling)
             ),
-            gated_s=max(gated, default=0.0),
             retrieving=len(retrieving),
             retrieving_tokens=sum(r.prompt - r.scheduled for r in retrieving),
             waiting=len(self._waiting),

@@ -97,8 +97,7 @@ class _Outlook:
         self._decode_s = speed.decode_s
         batch = query.batch
         self._others_step_s = self._step_s(batch.prefill_tokens) if batch.running else 0.0
-        others_end_s = query.engine_busy_s + self._others_step_s
-        self._others_end_s = max(others_end_s, batch.gated_s) if batch.prefilling else others_end_s
+        self._others_end_s = query.engine_busy_s + self._others_step_s
 
     def wholes(self) -> list[Candidate]:
         """Each way with the whole hit."""
@@ -116,19 +115,14 @@ class _Outlook:
         return again.cost_s <= min(map(_cost, self.wholes()))
 
     def _ways(self) -> list[Callable[[int], Candidate]]:
-        """A synchronous retrieve never overtakes those who are retrieving, and joins a busy lane
-        only where computing takes longer than what is ahead: everybody would wait for all of it,
-        and the engine's thread as well. Alone there is nobody to wait outside for."""
+        """A synchronous retrieve never overtakes those who are retrieving. Alone there is nobody to
+        wait outside for."""
         query = self._query
         if query.batch.retrieving:
             return [self.outside]
-        if query.lane_busy_s:
-            return (
-                [self.synchronous, self.outside]
-                if not self.synchronous(0).stall_s
-                else [self.outside]
-            )
-        return [self.synchronous, self.outside] if query.batch.running else [self.synchronous]
+        if query.batch.running or query.lane_busy_s:
+            return [self.synchronous, self.outside]
+        return [self.synchronous]
 
     def reason_of(self, chosen: Candidate) -> Reason:
         if chosen.layers_before:

@@ -13,26 +13,19 @@ class Batch(NamedTuple):
     """Who else is there: what a request that is waited for in a step delays.
 
     `prefilling` requests compute `prefill_tokens` in the step that is being put together, and
-    `decoding` ones a token each; `gated_s` is how long that step waits for slices already.
-    `retrieving` requests wait for their own retrieves and compute `retrieving_tokens` then;
+    `decoding` ones a token each. `retrieving` requests wait for their own retrieves and compute `retrieving_tokens` then;
     `waiting` ones have not begun."""
 
     decoding: int = 0
     prefilling: int = 0
     prefill_tokens: int = 0
-    gated_s: float = 0.0
     retrieving: int = 0
     retrieving_tokens: int = 0
     waiting: int = 0
 
     @classmethod
     def of(
-        cls,
-        running: Iterable[int],
-        retrieving: Iterable[int],
-        waiting: int,
-        step_tokens: int,
-        gated_s: float = 0.0,
+        cls, running: Iterable[int], retrieving: Iterable[int], waiting: int, step_tokens: int
     ) -> Batch:
         """Of the tokens that each running and each retrieving request has yet to compute; a step
         computes `step_tokens` at most."""
@@ -44,7 +37,7 @@ class Batch(NamedTuple):
                 decoding += 1
         left = list(retrieving)
         prefill_tokens = min(step_tokens, sum(prompts))
-        return cls(decoding, len(prompts), prefill_tokens, gated_s, len(left), sum(left), waiting)
+        return cls(decoding, len(prompts), prefill_tokens, len(left), sum(left), waiting)
 
     @property
     def running(self) -> int:

@@ -47,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True):
         else:
             way = (
                 f"retrieve {self.retrieve_tokens} outside: "
-                f"release after {self.layers_before} layers, {_ms(self.ready_after_s)}"
+                f"ready {_ms(self.ready_after_s)} after {self.layers_before} layers"
             )
         return (
             f"{way}, link {_ms(self.link_s)}, computing {_ms(self.compute_s)}, "

@@ -88,15 +88,13 @@ class JobQueue:
         self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)
         return worked_s
 
-    def busy_s(self, now_s: float, up_to: Hashable | None = None) -> float:
-        """Until all jobs that were begun are over, or those up to one of them."""
+    def busy_s(self, now_s: float) -> float:
+        """Until all jobs that were begun are over."""
         free_s = self._free_s
         least_s = now_s  # the first job is not over, however long it was predicted to take
-        for key, job in self._jobs.items():
+        for job in self._jobs.values():
             free_s = max(max(free_s, job.begun_s) + job.predicted_s, least_s)
             least_s = free_s
-            if key == up_to:
-                break
         return max(0.0, free_s - now_s)
 
 

@@ -10,7 +10,6 @@ from vllm.v1.request import RequestStatus
 
 from lamina.client import Batch, Meters, Offer, Prefixes, Reason
 from lamina.engines.vllm.messages import Account
-from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.tracked import Tracked
 
@@ -38,7 +37,7 @@ class Planner:
         self._counts = counts
         self._expected: dict[str, _Expectation] = {}
 
-    def batch(self, asked: Tracked, tracked: Mapping[str, Tracked], retrieves: Retrieves) -> Batch:
+    def batch(self, asked: Tracked, tracked: Mapping[str, Tracked]) -> Batch:
         """Who else is there when vLLM asks about a request in the middle of a scheduling pass."""
         running: list[int] = []
         retrieving: list[int] = []
@@ -54,14 +53,7 @@ class Planner:
                 retrieving.append(left)
             else:
                 waiting += 1
-        now_s = self._prefixes.clock()
-        gated = [
-            self._meters.copies.queue.busy_s(now_s, number)
-            for number, retrieve in retrieves.open.items()
-            if retrieve.is_gate and not retrieve.is_over
-        ]
-        step_tokens = self._prefixes.step_tokens
-        return Batch.of(running, retrieving, waiting, step_tokens, max(gated, default=0.0))
+        return Batch.of(running, retrieving, waiting, self._prefixes.step_tokens)
 
     def committed(self, tracked: Tracked, offer: Offer, retrieve: int | None) -> None:
         """vLLM took the offer: as the retrieve with this number, or none to compute all."""

@@ -121,7 +121,7 @@ class SchedulerSide:
         beyond = hit - local_tokens
         if beyond <= 0:
             return 0, False
-        others = self._planner.batch(tracked, self._tracked, self.retrieves)
+        others = self._planner.batch(tracked, self._tracked)
         offer = self._prefixes.offer(
             tracked.prefix, request.num_tokens, local_tokens, beyond, others
         )
