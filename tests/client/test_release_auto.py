@@ -35,6 +35,7 @@ speeds = st.builds(
     st.floats(0, 0.1),
     st.floats(0, 0.1),
     st.just(0.0) | st.floats(1e-7, 1.0),
+    st.none() | st.floats(0, 0.1),
 )
 batches = st.builds(
     Batch,
@@ -120,16 +121,20 @@ def test_retrieving_is_never_promised_to_take_longer_than_computing_all(
     assert promised_s(alone) <= all_s / (1 - LEAST_GAIN) + alone.speed.least_prefill_s + 1e-9
 
 
+@pytest.mark.parametrize("release_s", [None, 0.0, 5e-3])
 @pytest.mark.parametrize("hit", [14_336, 12_288, 8_192, 2_048])
-def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(hit: int) -> None:
+def test_a_held_request_finds_every_layer_there_and_is_not_held_longer(
+    hit: int, release_s: float | None
+) -> None:
     """Layer l is read at kτ + d + lc and must have landed at (l+1)τ: design.md, section 6."""
-    asked = query(hit, batch=Batch(decoding=8), engine_busy_s=0.0)
+    speed = H200._replace(release_s=release_s)
+    asked = query(hit, batch=Batch(decoding=8), engine_busy_s=0.0, speed=speed)
     release = DECIDE(asked._replace(lane_busy_s=0.03))
     assert release.reason is Reason.OUTSIDE
     assert release.layers_per_slice == 1
     layer_copy_s = hit * H200.copy_s_per_token / 32
     step_s = max(H200.least_prefill_s, min(2048, 15_154 - hit) * 33e-6)
-    delay_s = RELEASE_S + 3 * H200.decode_s
+    delay_s = (RELEASE_S if release_s is None else release_s) + 3 * H200.decode_s
 
     def stall_s(k: int) -> float:
         return max(

@@ -58,7 +58,7 @@ def test_why_a_hit_of_15104_is_shortened_or_not(speed: Speed, why: Why, is_whole
 def test_what_it_says_can_be_read_in_one_line() -> None:
     said = forecast(query(14_336, batch=Batch(decoding=8), lane_busy_s=0.03, engine_busy_s=0.004))
     assert str(said) == (
-        "ms: lane busy 30.0, engine 4.0; "
+        "ms: lane busy 30.0, engine 4.0, release 2.0; "
         "retrieve 14336 outside: ready 31.1 after 1 layers, link 34.5, computing 27.0, "
         "first token 78.1, others 0.0 (delays everybody least); "
         "retrieve 14336 in step: stall 34.3, link 34.5, computing 27.0, "

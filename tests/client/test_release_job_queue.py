@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.client.release.meters import JobQueue
+from lamina.client.release.jobs import JobQueue
 
 
 def test_a_job_that_ends_early_leaves_the_queue_free_at_once() -> None:

@@ -9,16 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.client import Batch, Meters
+from lamina.client.release.jobs import ENOUGH, KEPT, MOST_JOBS, JobQueue, Recent
 from lamina.client.release.meters import (
-    ENOUGH,
-    KEPT,
     LEAST_COPY_BYTES,
-    MOST_JOBS,
     MOST_SKIPPED,
     PRIOR_LINK_GBPS,
     CopyMeter,
-    JobQueue,
-    Recent,
     StepMeter,
 )
 

@@ -39,12 +39,21 @@ RELEASE = (
         "meters-free-later-than-seen",
         0,
         "a queue that is known to be empty counts as busy",
-        "client/release/meters.py",
+        "client/release/jobs.py",
         "self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)",
         "self._free_s = max(self._free_s, job.begun_s) + job.predicted_s",
         (
             "tests/client/test_release_job_queue.py",
             "tests/client/test_release_meters.py",
         ),
+    ),
+    Mutation(
+        "release-measured-while-busy",
+        0,
+        "steps of others count as time that every release takes",
+        "client/release/released.py",
+        "if awaited.idle_since_s <= awaited.release_landed_s <= awaited.scheduled_s:",
+        "if awaited.release_landed_s <= awaited.scheduled_s:",
+        ("tests/client/test_release_released.py",),
     ),
 )

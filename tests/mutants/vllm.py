@@ -156,6 +156,15 @@ VLLM = (
         (f"{IDENTITY}::test_a_retrieve_into_blocks_that_the_step_zeroes_needs_a_ticket",),
     ),
     Mutation(
+        "vllm-release-unmeasured",
+        0,
+        "the policy reckons with a guess of how long a release takes",
+        "engines/vllm/planning.py",
+        "for name in [name for name in self._outside if name in scheduled]:",
+        "for name in list[str]():",
+        ("tests/vllm/test_scheduler_policy.py::test_how_long_a_release_takes_is_measured",),
+    ),
+    Mutation(
         "vllm-retrieved-bytes-uncounted",
         10,
         "vLLM's metrics do not show how much was retrieved",

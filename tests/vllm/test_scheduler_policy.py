@@ -10,6 +10,7 @@ import pytest
 
 from lamina.client import AutoPolicy, Release, ReleaseQuery
 from lamina.client.release import Candidate, Forecast, Why
+from lamina.engines.vllm.messages import Account, StepReport
 from lamina.engines.vllm.planning import Planner
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import BLOCK, CHUNK, LAYERS
@@ -178,11 +179,44 @@ def test_steps_are_measured(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @in_every_mode
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_how_long_a_release_takes_is_measured(
+    mode: str, asked: Any, monkeypatch: pytest.MonkeyPatch, is_idle: bool
+) -> None:
+    """A slice lands every second from 0 on; after the first one the request is released, at 3 it is
+    scheduled. Of an engine that decodes meanwhile nothing is learned."""
+    asked(lambda query: Release(1, 1))
+    rig = Rig(mode, settings=AUTO)
+    now_s = 0.0
+    monkeypatch.setattr(rig.side._prefixes, "clock", lambda: now_s)
+    if not is_idle:
+        rig.add("decodes", prompt(99, 20), max_tokens=200)
+        rig.until(lambda: rig.tokens["decodes"])
+    for number in range(3):
+        begun_s = now_s
+        rig.hold(prompt(number, 100))
+        rig.add(f"r{number}", prompt(number, 100), max_tokens=1)
+        rig.until(lambda: len(rig.client.retrieves) > number)  # noqa: B023
+        (retrieve,) = rig.side.retrieves.open
+        rig.client.retrieves[-1].land()
+        now_s = begun_s + 3.0
+        rig.run(f"r{number}")
+        account = Account(retrieve, 1, begun_s, begun_s + LAYERS)
+        rig.side.step_done((), StepReport(accounts=[account]))
+        now_s = begun_s + 2 * LAYERS
+    assert rig.side._prefixes.meters.releases.release_s == (pytest.approx(2.0) if is_idle else None)
+    assert not rig.side._planner._outside
+    if not is_idle:
+        rig.abort("decodes")
+    rig.close()
+
+
+@in_every_mode
 def test_a_decision_and_its_first_token_are_logged_and_counted(
     mode: str, asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = Candidate(4 * CHUNK, 1, 0.1, 0.1, 0.0, 0.25, 0.5, 0.0)
-    forecast = Forecast(0.0, 0.0, chosen, Why.LEAST, (chosen,))
+    forecast = Forecast(0.0, 0.0, 0.0, chosen, Why.LEAST, (chosen,))
     asked(lambda query: Release(1, 1, forecast=forecast))
     rig = Rig(mode, settings=AUTO)
     rig.client.is_swift = True

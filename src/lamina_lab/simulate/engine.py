@@ -1,9 +1,10 @@
 """A model of an engine with a cache behind a link: what would N requests of this size do?
 
-Discrete events, virtual time, no randomness but noise that is asked for. The engine schedules as vLLM does: steps of bounded
-tokens, running requests before waiting ones, several prompts in one step, the next step scheduled
-while one is under way. The link is one lane, retrieve after retrieve. Each retrieve is decided by a
-real release policy, and `auto` sees only what the real meters measured."""
+Discrete events, virtual time, and no randomness but the machine's noise. The engine schedules as
+vLLM does: steps of bounded tokens, running requests before waiting ones, several prompts in one
+step, the next step scheduled while one is under way. The link is one lane, retrieve after retrieve.
+Each retrieve is decided by a real release policy, and `auto` sees only what the real meters
+measured."""
 
 from __future__ import annotations
 
@@ -236,6 +237,8 @@ class _Simulation:
         release_s = landed_s[min(layers, after * width) - 1] if after else begins_s
         retrieve = _Retrieve(request.number, begins_s, landed_s, release_s)
         self._meters.copies.begin(retrieve.number, tokens, self._now_s)
+        if after:
+            self._meters.releases.begin(retrieve.number, min(layers, after * width) / layers)
         self._untold.append((retrieve, tokens))
         return retrieve
 
@@ -254,6 +257,9 @@ class _Simulation:
         retrieves = self._open_retrieves([r for r, _ in step.work])
         prefill_tokens = sum(n for _, n in prefill)
         context = sum(n * r.scheduled for r, n in prefill) // max(1, prefill_tokens)
+        idle_since_s = self._meters.steps.queue.idle_since_s
+        for request, _ in prefill:
+            self._meters.releases.scheduled(request.number, self._now_s, idle_since_s)
         self._steps += 1
         step.number = self._steps
         self._meters.steps.begin(step.number, self._now_s, prefill_tokens, context, bool(retrieves))
@@ -281,9 +287,11 @@ class _Simulation:
             item for item in self._untold if item[0].landed_s[-1] <= self._now_s
         ]:
             self._untold.remove((retrieve, tokens))
-            self._meters.copies.end(
-                retrieve.number, retrieve.landed_s[-1], tokens * machine.token_bytes
-            )
+            landed_s = retrieve.landed_s[-1]
+            nbytes = tokens * machine.token_bytes
+            copied_s = self._meters.copies.end(retrieve.number, landed_s, nbytes)
+            if copied_s is not None:
+                self._meters.releases.landed(retrieve.number, landed_s, copied_s)
 
     def _promote(self, step: _Step) -> None:
         self._ready.extend(step.released)

@@ -27,8 +27,8 @@ SLICE_S = 100e-6
 """A slice shorter than this is widened: announcing and waiting for one costs about 5 us of GPU
 time, and its copies begin later than those of one long call would (H200, 2026-11)."""
 RELEASE_S = 2e-3
-"""From a slice's landing to the forward of an idle engine: two turns of vLLM's loop, which sleeps
-1 ms in each."""
+"""Until it is measured: from a slice's landing until an idle engine schedules the request. Two
+turns of vLLM's loop, which sleeps 1 ms in each."""
 DECODES_TO_RELEASE = 2
 """The same for a busy engine, in steps after the one that is put together: with asynchronous
 scheduling a release is seen when a step is launched, counts when that step is over, and the next
@@ -83,7 +83,9 @@ def _weigh(query: ReleaseQuery, speed: Speed, outlook: _Outlook) -> Forecast:
     elif shorter.cost_s < whole.cost_s:
         why = Why.NO_GAIN
     candidates = tuple(dict.fromkeys(wholes + shorter_ones))
-    return Forecast(query.lane_busy_s, query.engine_busy_s, chosen, why, candidates)
+    return Forecast(
+        query.lane_busy_s, query.engine_busy_s, outlook.release_s, chosen, why, candidates
+    )
 
 
 class _Outlook:
@@ -95,6 +97,7 @@ class _Outlook:
         self._token_s = token_s
         self._least_prefill_s = speed.least_prefill_s
         self._decode_s = speed.decode_s
+        self.release_s = RELEASE_S if speed.release_s is None else speed.release_s
         batch = query.batch
         self._others_step_s = self._step_s(batch.prefill_tokens) if batch.running else 0.0
         self._others_end_s = query.engine_busy_s + self._others_step_s
@@ -110,7 +113,9 @@ class _Outlook:
 
     def agrees(self, other: Candidate) -> bool:
         """Whether `other`, of another outlook, is no worse than the whole hit here too."""
-        fewer = -(-(self._query.retrieve_tokens - other.retrieve_tokens) // self._query.chunk_tokens)
+        fewer = -(
+            -(self._query.retrieve_tokens - other.retrieve_tokens) // self._query.chunk_tokens
+        )
         again = self.outside(fewer) if other.layers_before else self.synchronous(fewer)
         return again.cost_s <= min(map(_cost, self.wholes()))
 
@@ -162,7 +167,7 @@ class _Outlook:
         retrieve, compute, extra_s = self._tokens(fewer_chunks)
         first = min(compute, query.step_tokens)
         step_s = self._step_s(first)
-        delay_s = RELEASE_S
+        delay_s = self.release_s
         if query.batch.running:
             delay_s += self._others_step_s + DECODES_TO_RELEASE * self._decode_s
         copy_s = retrieve * self._copy_s

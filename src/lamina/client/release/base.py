@@ -13,8 +13,8 @@ class Batch(NamedTuple):
     """Who else is there: what a request that is waited for in a step delays.
 
     `prefilling` requests compute `prefill_tokens` in the step that is being put together, and
-    `decoding` ones a token each. `retrieving` requests wait for their own retrieves and compute `retrieving_tokens` then;
-    `waiting` ones have not begun."""
+    `decoding` ones a token each. `retrieving` requests wait for their own retrieves and compute
+    `retrieving_tokens` then; `waiting` ones have not begun."""
 
     decoding: int = 0
     prefilling: int = 0
@@ -50,7 +50,8 @@ class Speed(NamedTuple):
     `copy_s_per_token` is for all layers of a token, from host memory to the engine's.
     `compute_s_per_token` is None until enough steps were measured; `slowest_compute_s_per_token` is
     the longest of the latest samples. A step with few tokens of
-    prompts takes `least_prefill_s`, one without any `decode_s`.
+    prompts takes `least_prefill_s`, one without any `decode_s`. `release_s` passes from the landing
+    of the slices before release until an idle engine schedules the request; None until measured.
     """
 
     copy_s_per_token: float
@@ -58,6 +59,7 @@ class Speed(NamedTuple):
     least_prefill_s: float = 0.0
     decode_s: float = 0.0
     slowest_compute_s_per_token: float = 0.0
+    release_s: float | None = None
 
 
 class ReleaseQuery(NamedTuple):

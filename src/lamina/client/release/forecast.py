@@ -58,13 +58,15 @@ class Candidate(msgspec.Struct, frozen=True):
 class Forecast(msgspec.Struct, frozen=True):
     """What was expected when a hit was weighed. Seconds, from the decision on.
 
-    The link has work for `lane_busy_s`, the engine for `engine_busy_s`. `candidates` are the ones
+    The link has work for `lane_busy_s`, the engine for `engine_busy_s`; an idle engine schedules
+    who was released after `release_s`. `candidates` are the ones
     that were compared in the end, `chosen` among them: with the whole hit, with the best number of
     fewer tokens, with none.
     """
 
     lane_busy_s: float
     engine_busy_s: float
+    release_s: float
     chosen: Candidate
     why: Why
     candidates: tuple[Candidate, ...]
@@ -74,7 +76,8 @@ class Forecast(msgspec.Struct, frozen=True):
         others = (str(each) for each in self.candidates if each != self.chosen)
         return "; ".join(
             [
-                f"ms: lane busy {_ms(self.lane_busy_s)}, engine {_ms(self.engine_busy_s)}",
+                f"ms: lane busy {_ms(self.lane_busy_s)}, engine {_ms(self.engine_busy_s)}, "
+                f"release {_ms(self.release_s)}",
                 f"{self.chosen} ({self.why.value})",
                 *others,
             ]

@@ -1,101 +1,26 @@
 """What the policy `auto` knows: how fast the link and the engine are, and how busy.
 
-Link and engine both work in order, one job after another, and are seen from outside: a job that is
-begun at b and ends at e has been worked on since the later of b and the end of the job before. So
-queueing never counts as work. Times are seconds of any one monotonic clock, passed in.
+Times are seconds of any one monotonic clock, passed in.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from lamina.client.release.base import Batch, ReleaseQuery, Speed
+from lamina.client.release.jobs import JobQueue, Recent
+from lamina.client.release.released import ReleaseMeter
 
-KEPT = 9
-"""Samples of one quantity: five newer ones outvote the rest, and four wild ones do nothing."""
-ENOUGH = 3
-"""Samples without which nothing is known: the first step of an engine compiles, for example."""
 LEAST_COPY_BYTES = 4 << 20
 """A smaller retrieve says more about latency than about the link."""
 LEAST_STEP_TOKENS = 256
 """A smaller step says more about launching than about computing."""
-MOST_JOBS = 64
 MOST_SKIPPED = 16
 """After so many hits that were computed instead of retrieved one is retrieved, to see what it
 takes."""
 PRIOR_LINK_GBPS = 50.0
 """Until measured: what 16 lanes of PCIe 5 give (H200: 54)."""
-
-
-class Recent:
-    """The lower median of the latest samples: it follows a change, no outlier moves it far."""
-
-    def __init__(self, enough: int = ENOUGH) -> None:
-        self._enough = enough
-        self._samples: deque[float] = deque(maxlen=KEPT)
-        self._value: float | None = None
-
-    @property
-    def value(self) -> float | None:
-        """None before there are enough."""
-        return self._value
-
-    @property
-    def largest(self) -> float:
-        """Of the samples that are kept; 0 without any."""
-        return max(self._samples, default=0.0)
-
-    def add(self, sample: float) -> None:
-        self._samples.append(sample)
-        if len(self._samples) >= self._enough:
-            self._value = sorted(self._samples)[(len(self._samples) - 1) // 2]
-
-
-class _Job(NamedTuple):
-    begun_s: float
-    predicted_s: float
-
-
-class JobQueue:
-    """Jobs that are worked on in order, with predictions of how long each takes."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[Hashable, _Job] = {}
-        self._last_end_s = float("-inf")
-        self._free_s = float("-inf")
-        """When, as far as predicted, the jobs were over that have ended. Ends may be seen late."""
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def begin(self, key: Hashable, now_s: float, predicted_s: float) -> None:
-        self._jobs[key] = _Job(now_s, predicted_s)
-        if len(self._jobs) > MOST_JOBS:  # the end of the first was never told: its server died
-            del self._jobs[next(iter(self._jobs))]
-
-    def end(self, key: Hashable, now_s: float, begun_s: float | None = None) -> float | None:
-        """The job is over: how long it was worked on, after `begun_s` if that is better known.
-
-        Unknown jobs are fine: None.
-        """
-        job = self._jobs.pop(key, None)
-        if job is None:
-            return None
-        worked_s = now_s - max(job.begun_s if begun_s is None else begun_s, self._last_end_s)
-        self._last_end_s = max(self._last_end_s, now_s)
-        self._free_s = min(now_s, max(self._free_s, job.begun_s) + job.predicted_s)
-        return worked_s
-
-    def busy_s(self, now_s: float) -> float:
-        """Until all jobs that were begun are over."""
-        free_s = self._free_s
-        least_s = now_s  # the first job is not over, however long it was predicted to take
-        for job in self._jobs.values():
-            free_s = max(max(free_s, job.begun_s) + job.predicted_s, least_s)
-            least_s = free_s
-        return max(0.0, free_s - now_s)
 
 
 class CopyMeter:
@@ -122,12 +47,14 @@ class CopyMeter:
 
     def end(
         self, retrieve: int, end_s: float, nbytes: int = 0, begun_s: float | None = None
-    ) -> None:
-        """A retrieve has landed (`nbytes`) or is over without (0)."""
+    ) -> float | None:
+        """A retrieve has landed (`nbytes`) or is over without (0): how long it was copied. None for
+        one that is unknown."""
         worked_s = self.queue.end(retrieve, end_s, begun_s)
         if worked_s is not None and worked_s > 0 and nbytes >= LEAST_COPY_BYTES:
             self._s_per_byte.add(worked_s / nbytes)
             self._skipped = 0
+        return worked_s
 
     def skipped(self) -> None:
         """A hit was computed instead of retrieved."""
@@ -222,15 +149,16 @@ class StepMeter:
 
 
 class Meters:
-    """Both of one engine, and the questions they answer."""
+    """All of one engine, and the questions they answer."""
 
     def __init__(self, layers: int, token_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
         """`token_bytes` are the KV of a token in all layers; `step_tokens` the bound of a step."""
-        self._layers = layers
+        self.layers = layers
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
         self.copies = CopyMeter(token_bytes)
         self.steps = StepMeter()
+        self.releases = ReleaseMeter()
 
     def query(
         self,
@@ -243,7 +171,7 @@ class Meters:
         """What a policy is asked about a hit of `retrieve_tokens` beyond the first
         `start_tokens`."""
         return ReleaseQuery(
-            self._layers,
+            self.layers,
             retrieve_tokens,
             compute_tokens,
             self._chunk_tokens,
@@ -255,6 +183,7 @@ class Meters:
                 self.steps.least_prefill_s,
                 self.steps.decode_s,
                 self.steps.slowest_s_per_token(start_tokens + retrieve_tokens),
+                self.releases.release_s,
             ),
             self.copies.queue.busy_s(now_s),
             self.steps.queue.busy_s(now_s),

@@ -36,6 +36,8 @@ class Planner:
         self._prefixes = prefixes
         self._counts = counts
         self._expected: dict[str, _Expectation] = {}
+        self._outside: dict[str, int] = {}
+        """Retrieves of requests that wait outside the batch, by request."""
 
     def batch(self, asked: Tracked, tracked: Mapping[str, Tracked]) -> Batch:
         """Who else is there when vLLM asks about a request in the middle of a scheduling pass."""
@@ -61,6 +63,10 @@ class Planner:
         release, counts = offer.release, self._counts
         if retrieve is not None:
             self._meters.copies.begin(retrieve, offer.tokens, now_s)
+            if after := release.release_after_slices:
+                share = min(1.0, after * release.layers_per_slice / self._meters.layers)
+                self._meters.releases.begin(retrieve, share)
+                self._outside[tracked.name] = retrieve
         else:
             self._meters.copies.skipped()
         counts.count_decision(release.reason)
@@ -98,7 +104,12 @@ class Planner:
                     tokens += count
                     weighted += count * before
         context = weighted // tokens if tokens else 0
-        self._meters.steps.begin(number, self._prefixes.clock(), tokens, context, waits)
+        now_s, meters = self._prefixes.clock(), self._meters
+        for name in [name for name in self._outside if name in scheduled]:
+            meters.releases.scheduled(
+                self._outside.pop(name), now_s, meters.steps.queue.idle_since_s
+            )
+        meters.steps.begin(number, now_s, tokens, context, waits)
 
     def step_over(self, number: int) -> None:
         """The step's output is being taken: it is over."""
@@ -112,7 +123,9 @@ class Planner:
     def landed(self, accounts: list[Account]) -> None:
         """What the server says about retrieves that have landed."""
         for number, nbytes, begun_s, end_s in accounts:
-            self._meters.copies.end(number, end_s, nbytes, begun_s)
+            copied_s = self._meters.copies.end(number, end_s, nbytes, begun_s)
+            if copied_s is not None:
+                self._meters.releases.landed(number, end_s, copied_s)
 
     def retrieve_failed(self, retrieve: int) -> None:
         """It is over, for the link."""
@@ -121,6 +134,7 @@ class Planner:
     def forget(self, request: str) -> None:
         """The request is over."""
         self._expected.pop(request, None)
+        self._outside.pop(request, None)
 
     @property
     def _meters(self) -> Meters:
