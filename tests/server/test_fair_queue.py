@@ -44,7 +44,9 @@ class Line:
 
     def __init__(self) -> None:
         self.queue = FairQueue()
-        self.board = CountedBoard.create(0)
+        board = CountedBoard.create(0)
+        assert isinstance(board, CountedBoard)
+        self.board = board
         self.memories: dict[str, EngineMemory] = {}
         self.transfers: dict[str, Named] = {}
 
