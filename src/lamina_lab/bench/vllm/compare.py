@@ -122,7 +122,7 @@ def figures(report: Report) -> list[Figure]:
 
 def ratio_of(report: Report, arm: str, other: str, cell: Cell) -> Ratio | None:
     """`arm` to `other` in a cell, over starts that measured both; None without any."""
-    return _ratio(_batches(report, arm, cell), _batches(report, other, cell))
+    return paired_ratio(_batches(report, arm, cell), _batches(report, other, cell))
 
 
 def label(connector: str, arm: str) -> str:
@@ -139,7 +139,7 @@ def _figure(report: Report, arm: str, cell: Cell) -> Figure:
     times = np.array([ms for batch in mine.values() for ms in batch])
     prefix = arm.rpartition("/")[0]
     floor = _batches(report, label(prefix or "lamina", FLOOR), cell)
-    ratio = _ratio(mine, floor) if not arm.endswith(FLOOR) else None
+    ratio = paired_ratio(mine, floor) if not arm.endswith(FLOOR) else None
     return Figure(arm, cell, float(times.mean()), float(times.std()), len(times), ratio)
 
 
@@ -152,7 +152,9 @@ def _batches(report: Report, arm: str, cell: Cell) -> dict[BatchId, list[float]]
     return batches
 
 
-def _ratio(mine: dict[BatchId, list[float]], others: dict[BatchId, list[float]]) -> Ratio | None:
+def paired_ratio(
+    mine: dict[BatchId, list[float]], others: dict[BatchId, list[float]]
+) -> Ratio | None:
     """Paired by batch: the same documents in the same repeat of the same start. Batches, not
     requests, are drawn anew: requests of a batch wait for each other."""
     both = sorted(mine.keys() & others.keys())

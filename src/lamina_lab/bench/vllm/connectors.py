@@ -39,6 +39,9 @@ class Cache:
         """The server's own counts, where it has a server of ours."""
         return {}
 
+    def clear(self) -> None:
+        """Forget all chunks, where there is a server of ours. No request may run."""
+
 
 class LaminaCache(Cache):
     """`lamina serve` on a socket of its own."""
@@ -66,14 +69,20 @@ class LaminaCache(Cache):
         wait_until_filled(self._server, self._process)
 
     def counts(self) -> dict[str, float]:
+        stats = self._ask(protocol.GetStats)
+        assert isinstance(stats, protocol.Stats)
+        return dict(stats.values)
+
+    def clear(self) -> None:
+        self._ask(protocol.Clear)
+
+    def _ask(self, message: Any) -> Any:
         client = Client(ClientSettings(socket=self._server), HostWorkerDevice(), "benchmark")
         try:
             client.connect()
-            stats = client.ask(protocol.GetStats)
+            return client.ask(message)
         finally:
             client.close()
-        assert isinstance(stats, protocol.Stats)
-        return dict(stats.values)
 
 
 @contextmanager

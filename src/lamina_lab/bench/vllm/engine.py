@@ -23,8 +23,11 @@ _ANSWER_PATIENCE_S = 120.0
 
 @dataclass
 class Answer:
-    """What a request gave. `times_s` are arrivals, counted from its sending, one an output."""
+    """What a request gave. `times_s` are arrivals, counted from its sending, one an output.
+    `sent_s` is that time by `time.monotonic`; `name` is what vLLM calls the request."""
 
+    name: str = ""
+    sent_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -133,14 +136,13 @@ class Engine:
             output_kind=RequestOutputKind.DELTA,
             extra_args={"kv_transfer_params": dict(parameters)} if parameters else None,
         )
-        answer = Answer()
-        name = f"bench-{next(self._numbers)}"
+        answer = Answer(f"bench-{next(self._numbers)}")
         request = {"prompt_token_ids": list(prompt)}
-        started_s = time.perf_counter()
-        async for output in self._llm.generate(request, sampling, name):
+        started_s = answer.sent_s = time.monotonic()
+        async for output in self._llm.generate(request, sampling, answer.name):
             completion = output.outputs[0]
             if completion.token_ids:
-                answer.times_s.append(time.perf_counter() - started_s)
+                answer.times_s.append(time.monotonic() - started_s)
                 answer.tokens += completion.token_ids
                 answer.margins += _margins(completion.logprobs)
             answer.cached_tokens = max(answer.cached_tokens, output.num_cached_tokens or 0)

@@ -57,6 +57,8 @@ class BenchSpec(msgspec.Struct, frozen=True, kw_only=True):
     check_sensitivity: bool = True
     batch_invariant: bool = False
     """Tokens that do not depend on the batch: a proof, slow."""
+    rates: tuple[float, ...] = ()
+    """With any, a chat is measured at these and no cells."""
 
 
 class Bench:
@@ -88,7 +90,11 @@ class Bench:
     async def run(self, model_directory: Path) -> None:
         began_s = time.monotonic()
         self._engine = Engine.start(
-            self._model, model_directory, self._cache.config, self._spec.batched_tokens
+            self._model,
+            model_directory,
+            self._cache.config,
+            self._spec.batched_tokens,
+            **self._engine_options(),
         )
         try:
             self._cache.wait_until_ready()
@@ -98,6 +104,10 @@ class Bench:
             await self._measure()
         finally:
             self._engine.close()
+
+    def _engine_options(self) -> dict[str, Any]:
+        """What vLLM is started with besides."""
+        return {}
 
     async def _measure(self) -> None:
         await self._measure_link()

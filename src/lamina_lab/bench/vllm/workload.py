@@ -49,21 +49,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def document(self, number: int) -> list[int]:
         """The tokens of a document."""
-        return list(_tokens(self.document_tokens, self.vocabulary, (self.seed, 0, number)))
+        return list(tokens_of(self.document_tokens, self.vocabulary, (self.seed, 0, number)))
 
     def prompt(self, document: int, hit_tokens: int, *tail: int) -> list[int]:
         """A document's first `hit_tokens` tokens and a tail that only this `tail` seed gives."""
         fresh = self.prompt_tokens - hit_tokens
         tail = tuple(abs(part) * 2 + (part < 0) for part in tail)
         seed = (self.seed, 1, document, hit_tokens, *tail)
-        return self.document(document)[:hit_tokens] + list(_tokens(fresh, self.vocabulary, seed))
+        return self.document(document)[:hit_tokens] + list(tokens_of(fresh, self.vocabulary, seed))
 
     def unseen(self, number: int, tokens: int) -> list[int]:
         """A prompt that shares nothing with any other."""
-        return list(_tokens(tokens, self.vocabulary, (self.seed, 2, number, tokens)))
+        return list(tokens_of(tokens, self.vocabulary, (self.seed, 2, number, tokens)))
 
 
 @lru_cache(maxsize=64)
-def _tokens(count: int, vocabulary: int, seed: tuple[int, ...]) -> tuple[int, ...]:
+def tokens_of(count: int, vocabulary: int, seed: tuple[int, ...]) -> tuple[int, ...]:
+    """`count` random tokens, the same for the same seed."""
     rng = np.random.default_rng(seed)
     return tuple(rng.integers(_FIRST_TOKEN, vocabulary, count).tolist())
