@@ -371,6 +371,16 @@ def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> 
     assert not new.exists()
 
 
+@pytest.mark.parametrize("other", ["--streams=384:4", "--batch-invariant", "--plot=chat.png"])
+def test_a_chat_is_measured_apart(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    said = cli("bench", "vllm", "--chat", other)
+    said.assert_one_line_error("--chat goes without", "Measure them apart")
+
+
 @pytest.mark.parametrize(
     ("command", "missing", "remedy"),
     [

@@ -11,8 +11,11 @@ import typer
 from rich.console import Console
 
 from lamina.cli.options import check_installed, check_writable
+from lamina.errors import SettingsError
 from lamina_lab import INSTALL_LAB
 from lamina_lab.bench.vllm.arms import OUR_ARMS
+from lamina_lab.bench.vllm.chat import parse_rates
+from lamina_lab.bench.vllm.chat_arms import chat_arms_of
 from lamina_lab.bench.vllm.results import Report, load, save
 from lamina_lab.bench.vllm.workload import parse_cells
 
@@ -21,6 +24,7 @@ _ARMS = {
     "none": "floor,recompute",
 }
 _PEER_ARMS = "floor,hit"
+_RATES = "3,6"
 _CELLS = "15104:1,14336:1,12288:1,14336:4,12288:4,12288:8"
 
 
@@ -38,7 +42,16 @@ def bench_vllm(
     streams: Annotated[
         str, typer.Option(help="Cells to measure beside 8 decoding streams as well.")
     ] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of 8 requests a cell.")] = 3,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Measure conversations in place of cells.")
+    ] = False,
+    rates: Annotated[
+        str, typer.Option(help="With --chat: requests a second, comma-separated.")
+    ] = _RATES,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Timed repeats of 8 requests a cell, or of a chat at each rate."),
+    ] = 3,
     connector: Annotated[
         str, typer.Option(help="lamina, none, offloading, offloading-v2 or lmcache.")
     ] = "lamina",
@@ -71,6 +84,10 @@ def bench_vllm(
 
     Documents seen before, each with a fresh tail; every arm on the same engine, in turn. Exits
     with 1 when a request's tokens were wrong or it did not find what it was to find.
+
+    With --chat: 16 conversations about documents, whose turns come at random times; GPU memory
+    for a third of it, or for all for the arm floor (--connector none). Exits with 1 when a turn
+    got no whole answer.
     """
     from lamina_lab.bench.vllm.show import draw, is_correct, report_view
 
@@ -79,6 +96,10 @@ def bench_vllm(
     check_writable("--save", save_to)
     check_writable("--plot", plot)
     console = Console()
+    if chat and (streams or batch_invariant or plot is not None):
+        raise SettingsError(
+            "--chat goes without --streams, --batch-invariant and --plot", "Measure them apart"
+        )
     if merge:
         report = load(files or [])
         if save_to is not None:
@@ -90,12 +111,14 @@ def bench_vllm(
 
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        default_arms = chat_arms_of(connector) if chat else _ARMS.get(connector, _PEER_ARMS)
         log, began_s = Console(stderr=True), time.monotonic()
         spec = BenchSpec(
             connector=connector,
             model=model,
-            arms=arms or _ARMS.get(connector, _PEER_ARMS),
-            cells=parse_cells(cells),
+            arms=arms or default_arms,
+            cells=() if chat else parse_cells(cells),
+            rates=parse_rates(rates) if chat else (),
             stream_cells=parse_cells(streams),
             repeats=1 if quick else repeats,
             batched_tokens=chunk_tokens,

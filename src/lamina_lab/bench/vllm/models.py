@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from lamina.errors import SettingsError
+from lamina_lab.bench.vllm.chat import Chat
 from lamina_lab.bench.vllm.workload import Workload
 
 SEEDED = "lamina_seeded"
@@ -57,6 +58,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     arena_bytes: int
     workload: Workload
+    chat: Chat
     latent: int | None = None
     """A DeepSeek-V2's shape instead, dense: tokens share latent vectors of this width (MLA)."""
     eager: bool = False
@@ -109,6 +111,7 @@ _SMALL = Model(
     workload=Workload(
         document_tokens=4096, prompt_tokens=4224, vocabulary=4096, stream_prompt_tokens=128
     ),
+    chat=Chat(least_document=2_000, most_document=5_000, vocabulary=4096),
 )
 MODELS = {
     "llama-3.1-8b": Model(
@@ -125,6 +128,7 @@ MODELS = {
         max_tokens=16_384,
         arena_bytes=40 << 30,
         workload=Workload(),
+        chat=Chat(),
     ),
     "small": _SMALL,
     "small-mla": msgspec.structs.replace(
@@ -156,6 +160,16 @@ MODELS = {
             output_tokens=6,
             vocabulary=512,
             stream_prompt_tokens=40,
+        ),
+        chat=Chat(
+            conversations=4,
+            system_tokens=64,
+            least_document=192,
+            most_document=320,
+            turns=3,
+            turn_tokens=24,
+            output_tokens=6,
+            vocabulary=512,
         ),
         eager=True,
         patient=True,

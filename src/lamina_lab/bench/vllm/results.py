@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 
 from lamina.errors import LaminaError
+from lamina_lab.bench.vllm.chat import Chat
+from lamina_lab.bench.vllm.phases import Phases
 from lamina_lab.bench.vllm.workload import Cell, Workload
 
 
@@ -45,6 +47,27 @@ class StreamSample(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: list[float]
 
 
+class ChatSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation, in run `run` at `rate` a second."""
+
+    arm: str
+    rate: float
+    run: int
+    conversation: int
+    turn: int
+    """From 1, which has the cold document."""
+    sent_s: float
+    """Since its part of the run began."""
+    late_ms: float
+    """The driver's own: sent so long after it was due."""
+    was_deferred: bool
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    tpot_ms: float | None
+    phases: Phases | None = None
+
+
 class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """How often other bytes in one page, or in one block of all layers, changed a hit's tokens."""
 
@@ -71,6 +94,10 @@ class Start(msgspec.Struct, kw_only=True):
     sensitivity: Sensitivity | None = None
     samples: list[Sample] = []
     streams: list[StreamSample] = []
+    chat: Chat | None = None
+    chats: list[ChatSample] = []
+    gpu_blocks: int = 0
+    """A chat's: vLLM's blocks of GPU memory."""
     server: dict[str, float] = {}
     notes: list[str] = []
     errors: list[str] = []

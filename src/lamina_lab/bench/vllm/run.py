@@ -14,6 +14,8 @@ from pathlib import Path
 
 from lamina import __version__
 from lamina_lab.bench.vllm.arms import parse_arms
+from lamina_lab.bench.vllm.chat_arms import parse_chat_arms, with_memory_for
+from lamina_lab.bench.vllm.chat_measure import ChatBench
 from lamina_lab.bench.vllm.connectors import cache_of, runner_of
 from lamina_lab.bench.vllm.measure import Bench, BenchSpec, Progress
 from lamina_lab.bench.vllm.models import model_named
@@ -26,7 +28,11 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
     Raises `LaminaError` for what cannot be run; what was measured before is in `path`.
     """
     model = model_named(spec.model)
-    arms = parse_arms(spec.arms, model.layers, spec.connector)
+    if spec.rates:
+        arms = parse_chat_arms(spec.arms, model.layers, spec.connector)
+        model = with_memory_for(model, arms)
+    else:
+        arms = parse_arms(spec.arms, model.layers, spec.connector)
     runner = spec.runner or runner_of(spec.connector)
     if runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
@@ -43,7 +49,9 @@ def run_bench(spec: BenchSpec, path: Path | None, progress: Progress) -> Start:
         is_exact=spec.batch_invariant,
     )
     with cache_of(spec.connector, model) as cache:
-        bench = Bench(spec, model, arms, cache, start, path, progress)
+        bench = (ChatBench if spec.rates else Bench)(
+            spec, model, arms, cache, start, path, progress
+        )
         try:
             asyncio.run(bench.run(model.write(_model_directory(spec.model))))
         except Exception as error:

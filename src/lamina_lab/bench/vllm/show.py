@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lamina_lab.bench.vllm.arms import AUTO, FLOOR, HIT, RECOMPUTE
+from lamina_lab.bench.vllm.chat_show import chat_tables
 from lamina_lab.bench.vllm.compare import (
     Figure,
     Ratio,
@@ -42,6 +43,7 @@ def report_view(report: Report) -> Group:
     parts: list[Table | str] = [_ttft_table(found)] if found else []
     if streams := _stream_table(report):
         parts.append(streams)
+    parts += chat_tables(report)
     parts += _auto_lines(report, found) + _peer_lines(found) + _overhead_lines(report, found)
     for number, start in enumerate(report.starts):
         parts += _start_lines(number, start)
@@ -175,6 +177,8 @@ def _start_lines(number: int, start: Start) -> list[str]:
         f"chunks of {start.batched_tokens} tokens, link {start.link_gbps:.1f} GB/s, "
         f"{start.host.get('gpu')}"
     ]
+    if start.chats:
+        lines.append(f"  a chat with {start.gpu_blocks} blocks of GPU memory")
     alone = _alone_tpot_ms(Report(starts=[start]), start.connector)
     if alone:
         lines.append(f"  time per output token alone: {percentile(alone, 0.5):.3f} ms (median)")
@@ -215,13 +219,15 @@ def _tallies(start: Start) -> dict[tuple[str, Cell], dict[Verdict, int]]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A PNG: per cell, every arm's ratio to the floor. Needs matplotlib."""
+    """A PNG: per cell, every arm's ratio to the floor; none without any. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     found = [figure for figure in figures(report) if figure.to_floor is not None]
+    if not found:
+        return
     cells = list(dict.fromkeys(figure.cell for figure in found))
     arms = list(dict.fromkeys(figure.arm for figure in found))
     width = 0.8 / max(1, len(arms))
