@@ -56,6 +56,14 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (_pointer, c_void_p, c_size_t, _handle),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _pointer, c_size_t, _handle),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuStreamCreateWithPriority": (POINTER(_handle), c_uint, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuModuleLoadData": (POINTER(_handle), c_char_p),
+    "cuModuleGetFunction": (POINTER(_handle), _handle, c_char_p),
+    "cuMemAlloc_v2": (POINTER(_pointer), c_size_t),
+    "cuMemFree_v2": (_pointer,),
+    "cuLaunchKernelEx": (c_void_p, _handle, c_void_p, c_void_p),
+    "cuStreamBatchMemOp_v2": (_handle, c_uint, c_void_p, c_uint),
 }
 
 
@@ -88,7 +96,8 @@ def _driver() -> Any:
     return library
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
+    """Raise `DeviceError` unless a call of the driver has succeeded."""
     if code != _SUCCESS:
         text = c_char_p()
         _driver().cuGetErrorString(code, byref(text))
@@ -98,7 +107,12 @@ def _check(code: int, what: str) -> None:
 
 def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver by its name. Raises `DeviceError` unless it succeeds."""
-    _check(getattr(_driver(), name)(*arguments), name)
+    check(getattr(_driver(), name)(*arguments), name)
+
+
+def function(name: str) -> Any:
+    """A function of the driver, for calls that must be cheap: the caller checks what it returns."""
+    return getattr(_driver(), name)
 
 
 def device_uuids() -> list[str]:
@@ -122,11 +136,16 @@ def pci_bus_id(device: int) -> str:
     return text.value.decode().lower()
 
 
-def current_device_uuid() -> str:
-    """The UUID of the GPU whose context is current on this thread."""
+def current_device() -> int:
+    """The GPU whose context is current on this thread."""
     device = c_int()
     call("cuCtxGetDevice", byref(device))
-    return _uuid(device.value)
+    return device.value
+
+
+def current_device_uuid() -> str:
+    """The UUID of the GPU whose context is current on this thread."""
+    return _uuid(current_device())
 
 
 def retain_primary_context(device: int) -> int:
@@ -218,6 +237,11 @@ def create_event() -> int:
     return int(event.value or 0)
 
 
+def destroy_event(event: int) -> None:
+    """Give an event back; what waits for it still does."""
+    call("cuEventDestroy_v2", event)
+
+
 def record(event: int, stream: int) -> None:
     call("cuEventRecord", event, stream)
 
@@ -232,7 +256,7 @@ def is_recorded(event: int) -> bool:
     code = _driver().cuEventQuery(event)
     if code == _NOT_READY:
         return False
-    _check(code, "cuEventQuery")
+    check(code, "cuEventQuery")
     return True
 
 
@@ -274,4 +298,4 @@ def copy_batch(
     else:
         failed = c_size_t()  # CUDA 12.8's call says which piece failed; 13's does not
         code = driver.cuMemcpyBatchAsync(*arguments, *applied, byref(failed), c_void_p(stream))
-    _check(code, "cuMemcpyBatchAsync")
+    check(code, "cuMemcpyBatchAsync")
