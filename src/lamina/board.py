@@ -15,6 +15,9 @@ count of that slot and grows by one a slice; comparisons are cyclic, so it may w
 why a transfer failed and is written before the count is forced to its end. Counts are single
 aligned 4-byte stores; `fence` orders them against the bytes they announce.
 
+Of a worker that has rings, three slots belong to these instead: counts of records that its device
+has placed and gathered, and of those that the server has drained (`records`).
+
 A store only reads the engine's pages, so the engine can give it up without asking: it writes `void`
 and has its pages back. The server reads that word when a store's copies are done, right before
 anybody can find what was copied. Tickets are compared cyclically too.
@@ -37,6 +40,10 @@ LINE_BYTES = 64
 MAGIC = 0x44524F42414D414C  # "LAMABORD"
 VERSION = 2
 MAX_SLOTS = 65_536
+PLACED, GATHERED, DRAINED = RING_SLOTS = range(3)
+"""The slots of a worker's rings. `PLACED`: records of the retrieve ring that the engine's device is
+done with, written by it alone and never forced. `GATHERED`: records that it has filled in the store
+ring. `DRAINED`: those that the server has copied out of it."""
 _HEADER = struct.Struct("<QII")
 _HEARTBEAT_LINE, _TICKET_LINE, _VOID_LINE, _FIRST_SLOT_LINE = 1, 2, 3, 4
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

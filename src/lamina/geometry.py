@@ -147,6 +147,11 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Blocks of `group` that one chunk holds."""
         return self.chunk_tokens // self.groups[group].block_tokens
 
+    def chunk_range(self, start_tokens: int, tokens: int) -> tuple[int, int]:
+        """The chunks `[first, end)` that hold these tokens, some of them perhaps in part."""
+        end_tokens = start_tokens + tokens
+        return start_tokens // self.chunk_tokens, -(-end_tokens // self.chunk_tokens)
+
     def slices(self, layers_per_slice: int) -> tuple[Slice, ...]:
         """Cut the layers into runs of `layers_per_slice`; the last may be shorter.
 
@@ -167,6 +172,13 @@ def _slices(layers: int, layers_per_slice: int) -> tuple[Slice, ...]:
     return tuple(
         Slice(i, first, min(first + layers_per_slice, layers)) for i, first in enumerate(starts)
     )
+
+
+class Allocation(NamedTuple):
+    """One allocation of this process that holds KV: a region of a page map."""
+
+    address: int
+    nbytes: int
 
 
 class PlanePages(msgspec.Struct, frozen=True, array_like=True):

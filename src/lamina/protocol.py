@@ -23,7 +23,7 @@ from lamina.geometry import BlockIds, Geometry, PageMap
 
 _Message = TypeVar("_Message")
 
-VERSION = 5
+VERSION = 6
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -69,12 +69,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class Register(Message, frozen=True):
     """Makes the connection a worker's: its device, what its KV is and where it lies.
 
-    `description` is for the engine's other processes (`Workers`); the server does not look into it.
+    Without a `page_map` the two `regions` are a ring for retrieves and one for stores (`records`),
+    which is all that the server sees of the worker's memory; three slots of the board count their
+    records then (`board.PLACED`, `GATHERED`, `DRAINED`). `description` is for the engine's other
+    processes (`Workers`); the server does not look into it.
     """
 
     device: str
     geometry: Geometry
-    page_map: PageMap
+    page_map: PageMap | None
     regions: tuple[Region, ...]
     description: bytes = b""
 
@@ -111,14 +114,26 @@ class Found(Message, frozen=True):
     chunks: int
 
 
+class RingPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where in its ring a transfer of so many `tokens` begins: the number of its first record, and
+    the position from which its `records` are laid out. Neither is below the end of the transfer
+    before. How many records there are both sides compute; it is told so that they cannot differ."""
+
+    tokens: int
+    number: int
+    position: int
+    records: int
+
+
 class Retrieve(Message, frozen=True):
-    """Copies leased chunks into the worker's pages, slice by slice.
+    """Copies leased chunks into the worker's pages, slice by slice; or into its ring.
 
     `transfer` names it: an unsigned number that the engine chooses, and that no other retrieve or
     store of the connection has that is not answered yet. `start_tokens` counts from the first
     leased chunk. `block_ids` are packed arrays, one a group. Slice `i` (from 0) is announced as
     `base + i + 1` on `slot`. With a `ticket`, nothing is copied before the board's ticket reaches
-    it.
+    it. In a ring, whole chunks are filled and no block is named; what is announced are records, and
+    one that takes over the bytes of others is filled once the worker has placed these.
     """
 
     transfer: int
@@ -129,6 +144,7 @@ class Retrieve(Message, frozen=True):
     base: int
     layers_per_slice: int
     ticket: int | None = None
+    ring: RingPlace | None = None
 
 
 class Retrieved(Message, frozen=True):
@@ -151,7 +167,8 @@ class Store(Message, frozen=True):
     `transfer` names it, as a retrieve's does. `parent` is the key of the chunk before the first,
     empty at the start of a prompt. `block_ids` cover the chunks of `keys` exactly. Nothing is
     copied before the board's ticket reaches `ticket`, and nothing is found of it once the board
-    says that stores up to `ticket` are void.
+    says that stores up to `ticket` are void. From a ring, a record is copied once the worker has
+    gathered it, no block is named, and the ticket is there for voiding alone.
     """
 
     transfer: int
@@ -159,6 +176,7 @@ class Store(Message, frozen=True):
     keys: tuple[bytes, ...]
     block_ids: tuple[bytes, ...]
     ticket: int
+    ring: RingPlace | None = None
 
 
 class Stored(Message, frozen=True):
@@ -351,36 +369,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], body: bytes | memoryview
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LaminaError) as error:
         raise MalformedError(str(error)) from error
-
-
-class FrameBuffer:
-    """Cuts a byte stream into frame bodies."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> None:
-        """Take in bytes as they came."""
-        self._data += data
-
-    def take(self) -> bytes | None:
-        """The next complete body, or None. Raises `MalformedError` when a giant frame is next."""
-        if len(self._data) < FRAME_HEADER_BYTES:
-            return None
-        (length,) = _FRAME.unpack_from(self._data)
-        if length > MAX_FRAME_BYTES:
-            raise MalformedError(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
-        end = FRAME_HEADER_BYTES + length
-        if len(self._data) < end:
-            return None
-        body = bytes(self._data[FRAME_HEADER_BYTES:end])
-        del self._data[:end]
-        return body
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the bodies now complete. Raises `MalformedError` on a giant frame."""
-        self.add(data)
-        return list(iter(self.take, None))
 
 
 def pack_block_ids(ids: BlockIds) -> bytes:

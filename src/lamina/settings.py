@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 
@@ -15,7 +15,8 @@ from lamina.errors import SettingsError
 
 Overlap: TypeAlias = int | Literal["auto"]
 AUTO: Final = "auto"
-"""`layerwise_overlap` where a policy chooses, by what it measures."""
+"""Chosen by what is known: `layerwise_overlap` by a policy, `data_path` by the pages."""
+DataPath: TypeAlias = Literal["auto", "direct", "ring"]
 WHOLE: Final = 0
 """`layerwise_overlap` of a whole transfer: one slice of all layers."""
 
@@ -139,6 +140,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     suspect_after_ms: int = 50
     """A server whose heartbeat is older gets no new lookups; raise it on a busy small host."""
     reconnect_every_ms: int = 500
+    data_path: DataPath = AUTO
+    """How KV moves: `direct`, the server copies into the engine's pages; `ring`, it fills a ring in
+    the engine's memory, whose device places its own pages: for small pages, on trial. `AUTO` is
+    `direct`."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -227,6 +232,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             _above("host_link_gbps", self.host_link_gbps)
         if self.http is not None:
             parse_address(self.http)
+
+
+def parse_data_path(text: str) -> DataPath:
+    """A `data_path`. Raises `SettingsError`."""
+    if text not in get_args(DataPath):
+        raise SettingsError(f"there is no data path {text!r}", "Use auto, direct or ring")
+    return cast(DataPath, text)
 
 
 def parse_address(text: str) -> tuple[str, int]:

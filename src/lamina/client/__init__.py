@@ -19,7 +19,8 @@ from lamina.client.release import (
     policy_of,
     release_policy,
 )
-from lamina.client.transfers import Retrieve, Store, Ticket
+from lamina.client.retrieve import Retrieve
+from lamina.client.store import Store, Ticket
 from lamina.devices.base import WorkerDevice
 from lamina.devices.cuda import CudaWorkerDevice
 from lamina.devices.host import HostWorkerDevice
@@ -33,12 +34,13 @@ from lamina.errors import (
     SettingsError,
     UsageError,
 )
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.geometry import Allocation, Geometry, Group, Layer, PageMap, PlanePages
 from lamina.keys import Extra, KeyChain, Namespace, chunk_keys
 from lamina.settings import ClientSettings
 
 __all__ = [
     "MISS",
+    "Allocation",
     "AutoPolicy",
     "Batch",
     "Client",

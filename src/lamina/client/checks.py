@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lamina.errors import GeometryError, UsageError
-from lamina.geometry import BlockIds
+from lamina.geometry import BlockIds, Geometry, PageMap, check_block_ids
 from lamina.keys import KEY_BYTES
 
 _INT32 = np.dtype(np.int32)
@@ -80,6 +80,24 @@ def checked_blocks(block_ids: Sequence[BlockIds], groups: int) -> list[BlockIds]
             "Give a list with one array of block ids per group",
         )
     return arrays
+
+
+def check_placed_blocks(
+    geometry: Geometry,
+    page_map: PageMap,
+    start_tokens: int,
+    block_ids: Sequence[BlockIds],
+    chunks: int | None = None,
+) -> None:
+    """What the server looks at where it copies into pages, for an engine that places them itself:
+    a retrieve's blocks, or a store's of so many chunks. Raises `GeometryError`."""
+    tokens = len(block_ids[0]) * geometry.groups[0].block_tokens
+    covered = start_tokens + tokens if chunks is None else chunks * geometry.chunk_tokens
+    check_block_ids(geometry, page_map, start_tokens, covered, block_ids)
+    if chunks is not None and tokens != covered:
+        raise GeometryError(
+            f"blocks for {tokens} tokens, but {chunks} chunks have {covered}", "Store full chunks"
+        )
 
 
 def _int32(ids: BlockIds) -> BlockIds:

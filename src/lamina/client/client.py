@@ -1,7 +1,7 @@
 """The client: what an engine uses of Lamina. Engine-neutral and free of blocking calls.
 
     client = Client(settings, HostWorkerDevice(), "my engine")
-    client.register(geometry, page_map, regions)      # what its KV is and where
+    client.register(geometry, page_map, allocations)  # what its KV is and where
     client.connect()                                  # wait for the server; optional
     lookup = client.lookup(request, keys)             # ... client.poll() ... lookup.result
     retrieve = client.retrieve(...)                   # with a Gate and StepGates around it
@@ -30,7 +30,9 @@ from lamina.client.checks import check_name, check_parent, checked_keys, checked
 from lamina.client.connection import Connection
 from lamina.client.links import Links
 from lamina.client.notices import Notices
-from lamina.client.transfers import Retrieve, Store, Ticket, Transfers
+from lamina.client.retrieve import Retrieve
+from lamina.client.store import Store, Ticket
+from lamina.client.transfers import Transfers
 from lamina.errors import RequestRefusedError, ServerUnavailableError, UsageError
 from lamina.geometry import BlockIds
 
@@ -197,18 +199,17 @@ class Client(Links):
         if transfers is None or not transfers.has_free_slot:
             self.end_lease(lease)  # nobody comes back for it
             return None
-        retrieve = transfers.retrieve(
+        return transfers.retrieve(
             request,
             lease,
             checked_number("start_tokens", start_tokens),
             block_ids,
             checked_number("layers_per_slice", layers_per_slice),
-            ticket.number if ticket is not None else None,
+            ticket,
             self._clock() + self.settings.retrieve_timeout_ms / 1000,
             number,
+            watch=self._watchdog.watch,
         )
-        self._watchdog.watch()
-        return retrieve
 
     def cancel(self, retrieve: Retrieve) -> None:
         """Give up a retrieve; its pages are the engine's again when it `is_over`."""
@@ -241,7 +242,7 @@ class Client(Links):
         if transfers is None:
             return None
         deadline_s = self._clock() + self.settings.store_timeout_ms / 1000
-        return transfers.store(parent, checked, block_ids, ticket.number, deadline_s, number)
+        return transfers.store(parent, checked, block_ids, ticket, deadline_s, number)
 
     def write_ticket(self, stream: Any = None) -> Ticket:
         """A ticket that is reached once everything enqueued on the compute stream is done.
@@ -254,9 +255,11 @@ class Client(Links):
         if transfers is None:
             return Ticket(0, None)
         assert self._link is not None
-        ticket = Ticket(transfers.next_ticket(), self._link.board)
-        self.device.write_ticket(self._link.board, ticket.number, stream)
-        return ticket
+        number, board = transfers.next_ticket(), self._link.board
+        if transfers.has_rings:
+            return Ticket(number, board, self.device.event(stream))
+        self.device.write_ticket(board, number, stream)
+        return Ticket(number, board)
 
     def end_request(self, request: str) -> None:
         """The request is over: its lease ends, its retrieves are cancelled. As often as you like,

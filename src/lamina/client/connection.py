@@ -17,6 +17,7 @@ from lamina import protocol
 from lamina.board import Board
 from lamina.client.trust import check_server
 from lamina.errors import ServerUnavailableError
+from lamina.frames import FrameBuffer
 from lamina.linux import OUT_OF_DESCRIPTORS, Peer, peer_of, wait_readable
 
 MAX_UNSENT_BYTES = 4 * protocol.MAX_FRAME_BYTES
@@ -49,7 +50,7 @@ class Connection:
                 raise _unavailable(path, error) from error
             on_failure.pop_all()
         self._board = board
-        self._frames = protocol.FrameBuffer()
+        self._frames = FrameBuffer()
         self._unsent = bytearray()
         self._waiting: dict[int, OnReply] = {}
         self._number = 0
@@ -68,6 +69,11 @@ class Connection:
         self._waiting[self._number] = on_reply
         self._unsent += frame
         self._flush()
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether all that was called is on its way to the server."""
+        return not self._unsent and not self.is_lost
 
     def set_server_clock(self, server_clock_ns: int, asked_ns: int) -> None:
         """Note how far the server's monotonic clock is ahead (time namespaces may differ).

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lamina.board import TransferStatus
-from lamina.client.transfers import Retrieve
+from lamina.board import Board, TransferStatus, reached
+from lamina.client.retrieve import Retrieve
 from lamina.devices.base import WorkerDevice
 
 _SETTLE_POLL_S = 50e-6
@@ -49,6 +49,9 @@ class StepGates:
         self._failed_before = tuple(gate for gate in gates if gate.retrieve.outcome)
         self._waited = [0] * len(self.gates)
         """How many slices of each gate the stream waits for already."""
+        self._reached: dict[tuple[Board, int], int] = {}
+        """The last count that the stream waits for, by board and slot: those of a ring are one
+        order, so that one wait serves all retrieves before it."""
         self._layers: set[int] = set()
         """Those that said that they are about to run."""
         self._is_all_waited = False
@@ -63,27 +66,32 @@ class StepGates:
         as `Retrieve.slice_of`.
         """
         self._layers.add(layer)
-        for index, gate in enumerate(self.gates):
-            needed = gate.retrieve.slice_of(layer) + 1
-            if needed > self._waited[index]:
-                self._wait(index, needed)
+        self._wait([gate.retrieve.slice_of(layer) + 1 for gate in self.gates])
 
     def before_all(self) -> None:
         """Wait for everything at once: for a step whose layers cannot be hooked."""
         self._is_all_waited = True
-        for index, gate in enumerate(self.gates):
-            if self._waited[index] < len(gate.retrieve.slices):
-                self._wait(index, len(gate.retrieve.slices))
+        self._wait([len(gate.retrieve.slices) for gate in self.gates])
 
-    def _wait(self, index: int, slices: int) -> None:
-        retrieve = self.gates[index].retrieve
-        self._waited[index] = slices
-        if retrieve.is_acknowledged:
-            return  # over since the step was armed; its board may be gone
-        started = time.perf_counter()
-        count = retrieve.base + slices
-        self._device.wait_landed(retrieve.board, retrieve.slot, count, self._stream)
-        self.waited_s += time.perf_counter() - started
+    def _wait(self, slices: Sequence[int]) -> None:
+        """For so many slices of each gate, with one wait for all counts of one slot."""
+        latest: dict[tuple[Board, int], int] = {}
+        for index, (gate, needed) in enumerate(zip(self.gates, slices, strict=True)):
+            if needed <= self._waited[index]:
+                continue
+            self._waited[index] = needed
+            retrieve = gate.retrieve
+            if retrieve.is_acknowledged:
+                continue  # over since the step was armed; its board may be gone
+            slot, count = retrieve.awaited(needed)
+            waited = latest.get((retrieve.board, slot), self._reached.get((retrieve.board, slot)))
+            if waited is None or not reached(waited, count):
+                latest[retrieve.board, slot] = count
+        for (board, slot), count in latest.items():
+            self._reached[board, slot] = count
+            started = time.perf_counter()
+            self._device.wait_landed(board, slot, count, self._stream)
+            self.waited_s += time.perf_counter() - started
 
     def unwaited(self) -> list[Retrieve]:
         """Retrieves some layer of which ran without a wait: read too early, if they were read.

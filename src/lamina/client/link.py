@@ -7,14 +7,16 @@ nothing of it is in flight any more.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina import protocol
-from lamina.board import Board
+from lamina.board import RING_SLOTS, Board
 from lamina.client.connection import Connection
 from lamina.client.notices import Notices
+from lamina.client.rings import Rings
 from lamina.client.transfers import Transfers
-from lamina.devices.base import WorkerDevice
+from lamina.devices.base import EngineRings, WorkerDevice
 from lamina.errors import DeviceError, ErrorCode
 from lamina.geometry import Geometry, PageMap
 from lamina.protocol import Region
@@ -26,17 +28,20 @@ BOARD_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Memory:
-    """What a worker registers: what its KV is, where it lies, in which allocations, and what it
-    says of itself to its engine's other processes."""
+    """What a worker registers: what its KV is, where it lies, and what it says of itself to its
+    engine's other processes. The server is shown `regions`: the allocations, or the `rings` in
+    their place."""
 
     geometry: Geometry
     page_map: PageMap
     regions: tuple[Region, ...]
     description: bytes
+    rings: EngineRings | None = None
 
     def to_message(self, number: int, device: str) -> protocol.Register:
+        page_map = self.page_map if self.rings is None else None
         return protocol.Register(
-            number, device, self.geometry, self.page_map, self.regions, self.description
+            number, device, self.geometry, page_map, self.regions, self.description
         )
 
 
@@ -56,13 +61,17 @@ class Link:
         model: str,
         memory: Memory | None,
         notices: Notices,
+        are_rings_free: Callable[[], bool],
     ) -> None:
+        """`are_rings_free`: whether no former connection may still use the rings."""
+        self._are_rings_free = are_rings_free
         self._wanted_chunk_tokens = settings.chunk_tokens
         self._ask_every_s = settings.reconnect_every_ms / 1000
         self._device = device
         self._memory = memory
         self._notices = notices
-        self.board = Board.create(BOARD_SLOTS if memory else 0)
+        of_rings = len(RING_SLOTS) if memory is not None and memory.rings is not None else 0
+        self.board = Board.create(BOARD_SLOTS + of_rings if memory else 0)
         try:
             self.connection = Connection(settings.socket, self.board, settings.server_uid)
         except BaseException:
@@ -71,6 +80,9 @@ class Link:
         self._is_attached = False
         self.transfers: Transfers | None = None
         self.is_ready = False
+        self.is_welcomed = False
+        """Whether the server took us; a worker registers next."""
+        self._is_registering = False
         self.refusal: protocol.ErrorReply | None = None
         self.chunk_tokens = 0
         self.lease_ttl_s = 0.0
@@ -104,12 +116,20 @@ class Link:
             self._asked, self._ask_again_s = successor, now_s + self._ask_every_s
             successor.call(lambda n: protocol.EndSession(n, self.session), self._session_ended)
 
-    def close(self) -> None:
-        """Only when it `is_over`, or its process ends."""
+    def leave_device(self) -> None:
+        """Wait until nothing that is enqueued on the device uses the board or the rings any more.
+        Once the connection is closed, and all waits are ended or will be."""
         self.connection.close()
-        self.connection.server.close()
         if self._is_attached:
             self._device.detach(self.board)
+            self._is_attached = False
+        if self.transfers is not None:
+            self.transfers.leave_rings()
+
+    def close(self) -> None:
+        """Only when it `is_over`, or its process ends."""
+        self.leave_device()
+        self.connection.server.close()
         self.board.close()
 
     def leave_to_parent(self) -> None:
@@ -137,11 +157,22 @@ class Link:
                 )
             )
             return
+        self.is_welcomed = True
         if self._memory is None:
             self.is_ready = True
             return
-        memory = self._memory
         self._device.admit(self.connection.server)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Register, once that can be: rings have one connection at a time, and a former one has
+        them until the server is done with it."""
+        memory = self._memory
+        if memory is None or not self.is_welcomed or self._is_registering:
+            return
+        if memory.rings is not None and not self._are_rings_free():
+            return
+        self._is_registering = True
         name = self._device.name
         self.connection.call(lambda n: memory.to_message(n, name), self._registered)
 
@@ -158,8 +189,12 @@ class Link:
             )
             return
         self._is_attached = True
-        geometry = self._memory.geometry
-        self.transfers = Transfers(self.connection, self.board, geometry, self._notices)
+        memory, rings = self._memory, None
+        if memory.rings is not None:
+            rings = Rings(self.board, memory.rings, memory.geometry)
+        self.transfers = Transfers(
+            self.connection, self.board, memory.geometry, memory.page_map, self._notices, rings
+        )
         self.is_ready = True
 
     def _session_ended(self, reply: protocol.Reply | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -17,10 +17,11 @@ from lamina.client import forks
 from lamina.client.checks import check_name
 from lamina.client.link import Link, Memory
 from lamina.client.notices import ALARM_AFTER_S, Notices
-from lamina.client.transfers import Retrieve, Transfers
+from lamina.client.retrieve import Retrieve
+from lamina.client.transfers import Transfers
 from lamina.client.watchdog import Watchdog
 from lamina.client.workers import Workers
-from lamina.devices.base import WorkerDevice
+from lamina.devices.base import EngineRings, WorkerDevice
 from lamina.errors import (
     LaminaError,
     RequestRefusedError,
@@ -28,11 +29,13 @@ from lamina.errors import (
     SettingsError,
     UsageError,
 )
-from lamina.geometry import Geometry, PageMap
+from lamina.geometry import Allocation, Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import AUTO, ClientSettings
 
 _Self = TypeVar("_Self", bound="Links")
+_PATIENCE_S = 0.01
+"""How long `connect` waits at a time while a former connection comes to its end."""
 
 
 class Links:
@@ -86,14 +89,17 @@ class Links:
         self,
         geometry: Geometry,
         page_map: PageMap,
-        regions: Iterable[Region],
+        allocations: Iterable[Allocation],
         description: bytes = b"",
     ) -> None:
         """Say what the engine's KV is and where it lies; before the first `connect` or `poll`.
 
-        `description`, at most 4096 bytes, is what the engine's other processes get to know of this
-        worker (`workers`). Raises `GeometryError` or `SettingsError` when it cannot be served,
-        `UsageError` once there is a connection or memory was registered before.
+        `allocations` are what the regions of the page map are in this process. The server copies
+        into them, or else into rings that are made here (`data_path`): nothing may be running on
+        the device then that must not be waited for. `description`, at most 4096 bytes, is what the
+        engine's other processes get to know of this worker (`workers`). Raises `GeometryError`,
+        `DeviceError` or `SettingsError` when it cannot be served, `UsageError` once there is a
+        connection or memory was registered before.
         """
         self._check_open()
         if self._memory is not None or self._link is not None:
@@ -101,16 +107,28 @@ class Links:
                 "the client " + ("has registered" if self._memory else "is connected") + " already",
                 "Register once, before the first connect or poll; make another client for other KV",
             )
-        memory = Memory(geometry, page_map, tuple(regions), description)
-        page_map.check(geometry, [region.nbytes for region in memory.regions])
+        places = tuple(allocations)
+        page_map.check(geometry, [place.nbytes for place in places])
         width, layers = self.settings.layerwise_overlap, len(geometry.layers)
         if width != AUTO and width > layers:
             raise SettingsError(
                 f"layerwise_overlap is {width}, but the model has {layers} layers",
                 f"Use 1 to {layers}, or false for whole transfers",
             )
+        regions, rings = self._shown_to_server(geometry, page_map, places)
+        memory = Memory(geometry, page_map, regions, description, rings)
         protocol.check(memory.to_message(0, self.device.name))
         self._memory = memory
+
+    def _shown_to_server(
+        self, geometry: Geometry, page_map: PageMap, places: Sequence[Allocation]
+    ) -> tuple[tuple[Region, ...], EngineRings | None]:
+        """The KV itself, or rings (`data_path`). Raises `DeviceError`."""
+        path = self.settings.data_path
+        if path == "direct" or (path == AUTO and not self.device.prefers_rings(geometry)):
+            return tuple(map(self.device.export, places)), None
+        rings = self.device.rings(geometry, page_map, places)
+        return rings.regions, rings
 
     def connect(self) -> None:
         """Wait until the server takes us, at most `connect_timeout_ms`.
@@ -123,7 +141,8 @@ class Links:
         until_s = time.monotonic() + timeout_s
         link = self._link = self._link or self._new_link()
         while not link.is_ready:
-            link.connection.wait(max(0.0, until_s - time.monotonic()))
+            self._end_lost(link)
+            link.connection.wait(max(0.0, min(_PATIENCE_S, until_s - time.monotonic())))
             if link.connection.is_lost or time.monotonic() > until_s:
                 refusal = link.refusal or link.connection.parting_word
                 self._drop_link()
@@ -162,6 +181,11 @@ class Links:
         return self._chunk_tokens
 
     @property
+    def has_rings(self) -> bool:
+        """Whether KV goes through rings in this worker's memory (`data_path`)."""
+        return self._memory is not None and self._memory.rings is not None
+
+    @property
     def lease_ttl_s(self) -> float:
         """Seconds after which the server ends a lease that is not used; 0 without a server."""
         return self._link.lease_ttl_s if self._link is not None else 0.0
@@ -190,15 +214,25 @@ class Links:
                 self._drop_link()
         elif self._clock() >= self._next_attempt_s:
             self._reconnect()
+        for transfers in self._open_transfers():
+            transfers.poll()
         self._give_up_late_stores()
+        self._end_lost(link)
+        self._notices.quarantined(self.quarantined, self._clock())
+
+    def _end_lost(self, link: Link | None) -> None:
+        """Free what lost connections leave, as far as that is proven by now; then the rings may be
+        the present one's."""
         for lost in list(self._lost):
-            successor = link.connection if link is not None and link.is_open else None
+            has_taken_us = link is not None and link.is_welcomed and not link.connection.is_lost
+            successor = link.connection if link is not None and has_taken_us else None
             lost.reap(successor, self._clock())
             if lost.is_over:
                 self._lost.remove(lost)
                 with forks.no_fork:
                     lost.close()
-        self._notices.quarantined(self.quarantined, self._clock())
+        if link is not None:
+            link.go_on()
 
     def give_up_stores(self) -> int:
         """Give up every store in flight: it is over, and what of it is not found yet never will be.
@@ -211,14 +245,21 @@ class Links:
         if self._ended_as:
             return
         self._ended_as = "the client is closed"
-        self._watchdog.stop()
         self.give_up_stores()
         if self._link is not None:
             self._drop_link()
+        for transfers in self._open_transfers():
+            transfers.end_waits()
+        self._watchdog.watch()
+        for link in self._lost:
+            link.leave_device()
+        self._watchdog.stop()
         with forks.no_fork:
             for link in self._lost:
                 link.close()
             self._lost.clear()
+        if self._memory is not None and self._memory.rings is not None:
+            self._memory.rings.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of what is open. The watchdog is not there."""
@@ -267,6 +308,7 @@ class Links:
                 self.model,
                 self._memory,
                 self._notices,
+                lambda: not self._lost,
             )
 
     def _reconnect(self) -> None:

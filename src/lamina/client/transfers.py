@@ -1,189 +1,74 @@
-"""Retrieves and stores of one connection, from the request to the proof that they are over.
-
-A retrieve's progress is its slot's count on the board; its end is acknowledged by the server's
-reply or proven by the server's death. Between the two a retrieve may have been given up (its
-waits are ended, its request has failed): its pages and its slot stay taken all the same.
-
-    in flight ──▶ all landed ──────────────▶ acknowledged: slot and pages are free
-        └──────▶ forced (time-out, death) ──▶    "
-
-A store only reads its pages. The board's word that it is void gives it up: then its pages are free
-at once, because the server publishes nothing of what it read, whether or not it is heard of again.
-
-    in flight ──▶ acknowledged: pages are free, its chunks are found
-        └──────▶ given up: pages are free, its chunks are found if they were before
-"""
+"""Retrieves and stores of one connection: their slots and numbers, and what becomes of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from lamina import protocol
-from lamina.board import Board, TransferStatus, reached
-from lamina.client.checks import checked_blocks, checked_number
+from lamina.board import RING_SLOTS, Board, TransferStatus
+from lamina.client.checks import check_placed_blocks, checked_blocks, checked_number
 from lamina.client.connection import Connection
 from lamina.client.notices import Notices
-from lamina.errors import UsageError
-from lamina.geometry import BlockIds, Geometry, Slice
+from lamina.client.retrieve import Retrieve, RingRetrieve
+from lamina.client.rings import Rings
+from lamina.client.store import RingStore, Store, Ticket
+from lamina.errors import DeviceError, UsageError
+from lamina.geometry import BlockIds, Geometry, PageMap, Slice
+from lamina.records import last_records
 
 _MAX_TICKETS = 1 << 30
 """A store as many tickets old is void: so the board's word about that keeps up with tickets that
 wrap at 2**32, and no fresh one looks void. None is ever so old, by its deadline."""
 
 
-class Ticket(NamedTuple):
-    """A number that the engine's compute stream writes to `board`; None where nobody reads it."""
-
-    number: int
-    board: Board | None
-
-
-class Retrieve:
-    """One retrieve. Its owner is the engine's thread; the watchdog may `force` it.
-
-    `number` names it among the retrieves and stores of its connection."""
+class Transfers:
+    """The slots of one connection's board and what is in flight on them. With `rings`, what moves
+    goes through these."""
 
     def __init__(
         self,
-        number: int,
-        request: str,
+        connection: Connection,
         board: Board,
-        slot: int,
-        base: int,
-        slices: tuple[Slice, ...],
-        deadline_s: float,
-        is_server_dead: Callable[[], bool],
-    ) -> None:
-        self.number = number
-        self.request = request
-        self.board = board
-        self.slot = slot
-        self.base = base
-        self.slices = slices
-        self.deadline_s = deadline_s
-        self.is_server_dead = is_server_dead
-        self.refusal: protocol.ErrorReply | None = None
-        """Why the server refused it; its lease has ended then."""
-        self.ended: protocol.Retrieved | None = None
-        """The server's account of it, once it came."""
-        self._acknowledged = False
-        self._forced: TransferStatus | None = None
-        self._outcome: TransferStatus | None = None  # kept, since the slot is used again
-        self._lock = threading.Lock()  # between `force` and giving the slot back, nothing else
-
-    @property
-    def final_count(self) -> int:
-        return self.base + len(self.slices)
-
-    def slice_of(self, layer: int) -> int:
-        """The number of the slice that `layer` is in. Raises `UsageError` for a layer that the
-        geometry lacks: its slice would never land, and nobody would end a wait for it."""
-        first, layers = self.slices[0], self.slices[-1].end_layer
-        if not 0 <= layer < layers:
-            raise UsageError(
-                f"there is no layer {layer} among {layers}",
-                "Number layers as the geometry has them, in order of execution",
-            )
-        return layer // (first.end_layer - first.first_layer)
-
-    @property
-    def landed_slices(self) -> int:
-        """How many slices are in the pages. Meaningless once `outcome` is a failure."""
-        if self._acknowledged:  # the slot is another's, and the board may be gone
-            return 0 if self._outcome else len(self.slices)
-        landed = (self.board.landed(self.slot) - self.base) & 0xFFFF_FFFF
-        return landed if landed <= len(self.slices) else 0
-
-    @property
-    def outcome(self) -> TransferStatus | None:
-        """None while in flight; OK when every slice has landed; why it failed otherwise.
-
-        A failure is final for the engine, but its pages are free only when `is_over`.
-        """
-        if self._outcome is None and (self._forced is not None or self._has_ended()):
-            # Read in this order: whoever forces the count says so first (`force`), and the server
-            # writes the status before it forces the count.
-            forced = self._forced
-            self._outcome = forced if forced is not None else self.board.status(self.slot)
-        return self._outcome
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will be written to the pages."""
-        return self._acknowledged or self.outcome is TransferStatus.OK
-
-    @property
-    def is_acknowledged(self) -> bool:
-        """Whether the slot is free too."""
-        return self._acknowledged
-
-    def force(self, status: TransferStatus) -> None:
-        """End every wait on this retrieve and make it failed; again if the server wrote since.
-
-        Any thread: makes no device call, and its lock is never held across one.
-        """
-        with self._lock:
-            if self._acknowledged or (self._forced is None and self._has_ended()):
-                return
-            self._forced = self._forced or status
-            self.board.announce(self.slot, self.final_count)
-
-    def acknowledge(self) -> None:
-        """The server will not write again. Called by `Transfers` only."""
-        assert self.outcome is not None, "acknowledged before its final count"
-        with self._lock:
-            self._acknowledged = True
-
-    def _has_ended(self) -> bool:
-        return reached(self.board.landed(self.slot), self.final_count)
-
-
-class Store:
-    """One store; the pages are the engine's again once `is_over`. `number` is as a retrieve's."""
-
-    def __init__(self, number: int, chunks: int, ticket: int, deadline_s: float) -> None:
-        self.number = number
-        self.chunks = chunks
-        self.ticket = ticket
-        self.deadline_s = deadline_s
-        self.ended: protocol.Stored | None = None
-        """The server's account of it, once it came; late, if the store was given up."""
-        self.refusal: protocol.ErrorReply | None = None
-        """Why the server refused it: nothing was stored."""
-        self.given_up = False
-        """Whether the engine did not wait for its end. It is over all the same."""
-        self.is_over = False
-
-
-class Transfers:
-    """The slots of one connection's board and what is in flight on them."""
-
-    def __init__(
-        self, connection: Connection, board: Board, geometry: Geometry, notices: Notices
+        geometry: Geometry,
+        page_map: PageMap,
+        notices: Notices,
+        rings: Rings | None = None,
     ) -> None:
         self._notices = notices
         self._connection = connection
         self._board = board
         self._geometry = geometry
-        self._free_slots = list(range(board.slots))
+        self._page_map = page_map
+        self._rings = rings
+        self._free_slots = [s for s in range(board.slots) if rings is None or s not in RING_SLOTS]
+        self.slots = len(self._free_slots)
+        """How many retrieves there may be at a time."""
         self._bases = [0] * board.slots
         self.retrieves: dict[int, Retrieve] = {}
         """In flight or given up, by slot, until acknowledged. The watchdog reads it."""
         self.stores: set[Store] = set()
         """Those that are not over."""
+        self._gathered: set[Store] = set()
+        """Those that are over, as their pages are read, and not answered."""
         self._numbers = itertools.count(1)
         self._unanswered: set[int] = set()
         """The numbers that the server may have in use: also those of stores that are given up."""
         self._tickets = 0
         self._has_stored = False
+        self._is_ended = False
 
     @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether transfers go through rings."""
+        return self._rings is not None
 
     @property
     def is_idle(self) -> bool:
@@ -203,52 +88,134 @@ class Transfers:
         start_tokens: int,
         block_ids: Sequence[BlockIds],
         layers_per_slice: int,
-        ticket: int | None,
+        ticket: Ticket | None,
         deadline_s: float,
         number: int | None = None,
+        *,
+        watch: Callable[[], None] = lambda: None,
     ) -> Retrieve:
         """Begin a retrieve; see `protocol.Retrieve`. Needs `has_free_slot`.
 
+        `watch` is called once it is in flight and before any device call, which may block until
+        the retrieve lands or is forced.
         Raises `GeometryError` for a width that does not fit the layers, and as `checked_blocks`;
         `UsageError` for what cannot be sent, and for a number in use. It takes no slot then.
         """
         slices = self._geometry.slices(layers_per_slice)
-        packed = self._packed(block_ids)
+        arrays = checked_blocks(block_ids, len(self._geometry.groups))
         slot = self._free_slots[-1]
         self._board.reset(slot)
-        retrieve = Retrieve(
+        message = protocol.Retrieve(
+            0,
             self._free_number(number),
-            request,
-            self._board,
+            lease,
+            start_tokens,
+            (),
             slot,
             self._bases[slot],
-            slices,
-            deadline_s,
-            self._connection.is_server_dead,
+            layers_per_slice,
         )
-        self._connection.call(
-            lambda request_id: protocol.Retrieve(
-                request_id,
-                retrieve.number,
-                lease,
-                start_tokens,
-                packed,
-                slot,
-                retrieve.base,
-                layers_per_slice,
-                ticket,
-            ),
-            lambda reply: self._retrieve_ended(retrieve, reply),
-        )
+        begin = self._through_pages if self._rings is None else self._through_ring
+        retrieve = begin(message, request, slices, arrays, ticket, deadline_s)
         self._unanswered.add(retrieve.number)
         self._free_slots.pop()
         self._bases[slot] = retrieve.final_count & 0xFFFF_FFFF
         self.retrieves[slot] = retrieve
+        watch()
+        if isinstance(retrieve, RingRetrieve):
+            self._place(retrieve, start_tokens, arrays, ticket)
         return retrieve
+
+    def _through_pages(
+        self,
+        message: protocol.Retrieve,
+        request: str,
+        slices: tuple[Slice, ...],
+        block_ids: list[BlockIds],
+        ticket: Ticket | None,
+        deadline_s: float,
+    ) -> Retrieve:
+        """The server copies into the pages."""
+        retrieve = Retrieve(
+            message.transfer,
+            request,
+            self._board,
+            message.slot,
+            message.base,
+            slices,
+            deadline_s,
+            self._connection.is_server_dead,
+        )
+        packed = tuple(map(protocol.pack_block_ids, block_ids))
+        after = ticket.number if ticket is not None else None
+        self._send(retrieve, replace(message, block_ids=packed, ticket=after))
+        return retrieve
+
+    def _through_ring(
+        self,
+        message: protocol.Retrieve,
+        request: str,
+        slices: tuple[Slice, ...],
+        block_ids: list[BlockIds],
+        ticket: Ticket | None,
+        deadline_s: float,
+    ) -> Retrieve:
+        """The server fills the ring: the message first, then (`_place`) all that the device is to
+        do."""
+        rings = self._rings
+        assert rings is not None
+        check_placed_blocks(self._geometry, self._page_map, message.start_tokens, block_ids)
+        tokens = len(block_ids[0]) * self._geometry.groups[0].block_tokens
+        span = rings.retrieve_span(message.start_tokens, tokens, slices)
+        retrieve = RingRetrieve(
+            message.transfer,
+            request,
+            self._board,
+            message.slot,
+            message.base,
+            slices,
+            deadline_s,
+            self._connection.is_server_dead,
+            span,
+            last_records(span.shapes, slices),
+        )
+        self._send(retrieve, replace(message, ring=rings.retrieve_place(tokens, span)))
+        rings.take_retrieve(span)
+        return retrieve
+
+    def _place(
+        self,
+        retrieve: RingRetrieve,
+        start_tokens: int,
+        block_ids: list[BlockIds],
+        ticket: Ticket | None,
+    ) -> None:
+        """Enqueue what the device is to do for a retrieve that has joined its ring."""
+        rings = self._rings
+        assert rings is not None
+        if not self._connection.is_flushed:  # the device must not wait for what is not sent
+            retrieve.force(TransferStatus.TIMED_OUT)
+            rings.skip(retrieve)
+            return
+        try:
+            rings.place(retrieve, start_tokens, block_ids, ticket.event if ticket else None)
+        except DeviceError as error:
+            self._notices.trouble(f"a retrieve could not be placed: {error}")
+            retrieve.spoil(TransferStatus.COPY_FAILED)  # the server may have landed all of it
+            rings.skip(retrieve)
+
+    def _send(self, retrieve: Retrieve, message: protocol.Retrieve) -> None:
+        self._connection.call(
+            lambda request_id: replace(message, id=request_id),
+            lambda reply: self._retrieve_ended(retrieve, reply),
+        )
 
     def cancel(self, retrieve: Retrieve) -> None:
         """Give up a retrieve. Its pages are free when it `is_over`, not before."""
-        if not retrieve.is_acknowledged and not self._connection.is_lost:
+        is_answered = retrieve.is_acknowledged or (
+            isinstance(retrieve, RingRetrieve) and retrieve.answered
+        )
+        if not is_answered and not self._connection.is_lost:  # else its number may be another's
             self._connection.call(
                 lambda request_id: protocol.Cancel(request_id, retrieve.number), lambda _: None
             )
@@ -258,23 +225,56 @@ class Transfers:
         parent: bytes,
         keys: Sequence[bytes],
         block_ids: Sequence[BlockIds],
-        ticket: int,
+        ticket: Ticket,
         deadline_s: float,
         number: int | None = None,
     ) -> Store:
         """Begin a store; see `protocol.Store`. Raises as `checked_blocks`, or `UsageError` for what
         cannot be sent, and for a number in use."""
-        packed = self._packed(block_ids)
-        store = Store(self._free_number(number), len(keys), ticket, deadline_s)
+        arrays = checked_blocks(block_ids, len(self._geometry.groups))
+        number = self._free_number(number)
+        store: Store
+        packed: tuple[bytes, ...] = ()
+        place: protocol.RingPlace | None = None
+        if self._rings is None:
+            store = Store(number, len(keys), ticket.number, deadline_s)
+            packed = tuple(map(protocol.pack_block_ids, arrays))
+        else:
+            check_placed_blocks(self._geometry, self._page_map, 0, arrays, len(keys))
+            # Voided and copied in the order in which stores join, whenever their tickets are from.
+            ticket = ticket._replace(number=self.next_ticket())
+            span = self._rings.store_span(len(keys))
+            place = self._rings.store_place(len(keys), span)
+            kept = [ids.copy() for ids in arrays]  # the caller's may change before they are used
+            store = RingStore(number, len(keys), ticket, deadline_s, span, kept)
         self._connection.call(
             lambda request_id: protocol.Store(
-                request_id, store.number, parent, tuple(keys), packed, ticket
+                request_id, number, parent, tuple(keys), packed, ticket.number, place
             ),
             lambda reply: self._store_ended(store, reply),
         )
-        self._unanswered.add(store.number)
+        self._unanswered.add(number)
         self.stores.add(store)
+        if isinstance(store, RingStore):
+            assert self._rings is not None
+            self._rings.join_store(store)
+            self._pump(self._rings)
         return store
+
+    def poll(self) -> None:
+        """Go on with what goes through rings, and note what of it is passed."""
+        if self._rings is None:
+            return
+        if not self._connection.is_lost:
+            self._pump(self._rings)
+        for retrieve in list(self.retrieves.values()):
+            if isinstance(retrieve, RingRetrieve) and retrieve.answered and retrieve.is_passed:
+                self._release(retrieve)
+        for store in list(self.stores):
+            if isinstance(store, RingStore) and self._rings.is_gathered(store):
+                self._end_store(store)
+                if not store.answered:
+                    self._gathered.add(store)
 
     def give_up_stores(self, now_s: float = math.inf) -> int:
         """Give up the stores whose deadline is `now_s` or before; returns how many.
@@ -282,15 +282,17 @@ class Transfers:
         With or without the connection. Those with an earlier ticket go with them, whatever their
         deadline: the board has one word for all, and what it voids must be given up, no less.
         """
-        overdue = [store for store in self.stores if store.deadline_s <= now_s]
+        in_flight = self.stores | self._gathered
+        overdue = [store for store in in_flight if store.deadline_s <= now_s]
         if not overdue:
             return 0
         latest = min(overdue, key=lambda store: (self._tickets - store.ticket) & 0xFFFF_FFFF)
         self._board.void_stores(latest.ticket)
-        given_up = [store for store in self.stores if self._board.is_void(store.ticket)]
+        given_up = [store for store in in_flight if self._board.is_void(store.ticket)]
         for store in given_up:
-            store.given_up = store.is_over = True
-            self.stores.remove(store)
+            store.given_up = store.is_settled = True
+            self._end_store(store)
+            self._gathered.discard(store)
         return len(given_up)
 
     def take_stored(self) -> bool:
@@ -299,18 +301,51 @@ class Transfers:
         return has_stored
 
     def reap(self) -> None:
-        """End everything if the server has died. For a connection that was lost."""
-        if not self.is_idle and self._connection.is_server_dead():
+        """For a connection that was lost: end everything if the server has died."""
+        if not self.is_idle and (self._is_ended or self._connection.is_server_dead()):
             self.end()
 
     def end(self) -> None:
-        """All is over: the connection is lost, and the server touches nothing of it any more."""
+        """All is over: the connection is lost, and the server touches nothing of it any more. What
+        the engine's own device has still to pass is over when it has."""
+        self._is_ended = True
         for retrieve in list(self.retrieves.values()):
             retrieve.force(TransferStatus.SERVER_DIED)
-            self._release(retrieve)
-        for store in self.stores:
-            store.is_over = True
-        self.stores.clear()
+            if retrieve.is_passed:
+                self._release(retrieve)
+        for store in list(self.stores):
+            if self._is_read(store):
+                self._end_store(store)
+
+    def end_waits(self) -> None:
+        """Let the watchdog end all waits of rings from now on: the client is closed."""
+        for retrieve in list(self.retrieves.values()) if self._rings is not None else []:
+            retrieve.deadline_s = -math.inf
+
+    def leave_rings(self) -> None:
+        """Wait until the engine's own device uses nothing of this connection any more."""
+        if self._rings is None:
+            return
+        self._rings.synchronize()
+        for retrieve in self.retrieves.values():  # while there is a board to look at
+            assert retrieve.is_passed
+            assert retrieve.outcome is not None
+
+    def _pump(self, rings: Rings) -> None:
+        """Gather what has room. Where the device refuses, stores are given up."""
+        try:
+            rings.pump()
+        except DeviceError as error:
+            self._notices.trouble(f"stores could not be gathered: {error}")
+            self.give_up_stores()
+
+    def _is_read(self, store: Store) -> bool:
+        """Whether nothing that is enqueued here reads its pages any more."""
+        return not (self._rings and isinstance(store, RingStore)) or self._rings.is_read(store)
+
+    def _end_store(self, store: Store) -> None:
+        store.is_over = True
+        self.stores.discard(store)
 
     def _free_number(self, given: int | None) -> int:
         """The number of the next transfer: what the engine has given, or the next that is free."""
@@ -326,10 +361,6 @@ class Transfers:
             )
         return number
 
-    def _packed(self, block_ids: Sequence[BlockIds]) -> tuple[bytes, ...]:
-        arrays = checked_blocks(block_ids, len(self._geometry.groups))
-        return tuple(protocol.pack_block_ids(ids) for ids in arrays)
-
     def _retrieve_ended(self, retrieve: Retrieve, reply: protocol.Reply | None) -> None:
         self._unanswered.discard(retrieve.number)
         if reply is None:
@@ -341,7 +372,10 @@ class Transfers:
         else:
             assert retrieve.refusal is not None
             retrieve.force(TransferStatus.REFUSED)
-        self._release(retrieve)
+        if isinstance(retrieve, RingRetrieve):
+            retrieve.answered = True
+        if retrieve.is_passed:
+            self._release(retrieve)
 
     def _release(self, retrieve: Retrieve) -> None:
         retrieve.acknowledge()
@@ -350,11 +384,17 @@ class Transfers:
 
     def _store_ended(self, store: Store, reply: protocol.Reply | None) -> None:
         self._unanswered.discard(store.number)
+        self._gathered.discard(store)
+        store.is_settled = True
+        if isinstance(store, RingStore):
+            store.answered = reply is not None
+            if reply is None:  # the server may still copy it, from a ring that is used again
+                self._board.void_stores(store.ticket)
         if reply is None:
             return
         store.refusal = self._notices.answered(protocol.Store, reply)
         if isinstance(reply, protocol.Stored):
             store.ended = reply
             self._has_stored |= not reply.status and not store.given_up
-        store.is_over = True
-        self.stores.discard(store)
+        if self._is_read(store):
+            self._end_store(store)

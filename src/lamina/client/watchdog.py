@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from lamina.board import TransferStatus
-from lamina.client.transfers import Retrieve
+from lamina.client.retrieve import Retrieve
 
 TICK_S = 0.005
 

@@ -1,8 +1,9 @@
 """The device interface: what Lamina asks of the memory that holds an engine's KV.
 
 Two sides. A `WorkerDevice` lives in the engine's process: `export`, `admit`, `write_ticket`,
-`wait_landed`. A `ServerDevice` lives in the server: `open` gives an `EngineMemory`, `stream` a
-`CopyStream` per direction, on which a lane's slices are copied and announced in order.
+`wait_landed`, and `rings` where the server is not to touch pages. A `ServerDevice` lives in the
+server: `open` gives an `EngineMemory`, `stream` a `CopyStream` per direction, on which a lane's
+slices are copied and announced in order.
 
 What every device promises, checked by one conformance suite (`tests/devices/conformance.py`):
 a count is never visible before the bytes it announces; announcements of one stream take effect in
@@ -19,8 +20,10 @@ from typing import Any, Protocol
 
 from lamina.board import Board
 from lamina.copies import CopyList
+from lamina.geometry import Allocation, BlockIds, Geometry, PageMap
 from lamina.linux import Peer
 from lamina.protocol import Region
+from lamina.records import Shape, Span
 
 
 class Direction(Enum):
@@ -37,8 +40,22 @@ class WorkerDevice(Protocol):
     def name(self) -> str:
         """Names the device to the server, for example `host`."""
 
-    def export(self, address: int, nbytes: int) -> Region:
+    def export(self, allocation: Allocation) -> Region:
         """Describe one allocation so that the server can open it. Raises `DeviceError`."""
+
+    def prefers_rings(self, geometry: Geometry) -> bool:
+        """Whether pages of this kind are better placed by the engine itself than copied into."""
+
+    def rings(
+        self, geometry: Geometry, page_map: PageMap, allocations: Sequence[Allocation]
+    ) -> EngineRings:
+        """Make the rings of this worker, once, and what moves records. Raises `DeviceError`.
+
+        Nothing may be running on the device that must not be waited for.
+        """
+
+    def event(self, stream: Any = None) -> Any:
+        """What stands for all that is enqueued on the compute stream so far (`EngineRings`)."""
 
     def admit(self, server: Peer) -> None:
         """Let this server open what is exported. Called at each (re)connect."""
@@ -57,6 +74,56 @@ class WorkerDevice(Protocol):
 
         Anyone can end the wait by forcing the count (see `client.watchdog`).
         """
+
+
+class EngineRings(Protocol):
+    """A worker's rings, and two streams of its own beside its compute streams: one places what has
+    landed, one gathers what is stored. Called by the engine's thread.
+
+    `block_ids` has an array a group, of whole chunks; an id below 0 is not wanted. What is enqueued
+    on a stream happens in order. Nothing of it waits for a later act of the engine.
+    """
+
+    @property
+    def regions(self) -> tuple[Region, Region]:
+        """The retrieve ring and the store ring, as the server opens them."""
+
+    def place(
+        self,
+        board: Board,
+        slot: int,
+        base: int,
+        span: Span,
+        block_ids: Sequence[BlockIds],
+        after: Any = None,
+    ) -> None:
+        """Enqueue a retrieve: for each of its records wait until the slot's count says that it has
+        landed, move it to its pages, count it on `PLACED`.
+
+        With `after`, an `event`, nothing moves before that has happened. Raises `DeviceError` and
+        may have enqueued a part: `skip` must follow.
+        """
+
+    def skip(self, board: Board, number: int) -> None:
+        """Count all records up to `number` on `PLACED`, once what is enqueued is done."""
+
+    def gather(
+        self,
+        board: Board,
+        number: int,
+        shape: Shape,
+        position: int,
+        block_ids: Sequence[BlockIds],
+        after: Any = None,
+    ) -> None:
+        """Enqueue a record of a store: move it from its pages into the store ring, count it on
+        `GATHERED`. `block_ids` are those of its own chunks. Raises `DeviceError`."""
+
+    def synchronize(self) -> None:
+        """Wait until all that is enqueued is done."""
+
+    def close(self) -> None:
+        """No more is enqueued."""
 
 
 class EngineMemory(Protocol):

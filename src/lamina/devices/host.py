@@ -18,9 +18,10 @@ import numpy as np
 
 from lamina.board import Board, reached
 from lamina.copies import CopyList
-from lamina.devices.base import CopyStream, Direction, EngineMemory
+from lamina.devices.base import CopyStream, Direction, EngineMemory, EngineRings
+from lamina.devices.host_rings import HostRings
 from lamina.errors import CopyDeniedError, DeviceError, PeerGoneError
-from lamina.geometry import Int64Array
+from lamina.geometry import Allocation, Geometry, Int64Array, PageMap
 from lamina.linux import IoVec, Peer, allow_copies_by, copy_between
 from lamina.protocol import Region
 
@@ -35,8 +36,19 @@ class HostWorkerDevice:
 
     name = NAME
 
-    def export(self, address: int, nbytes: int) -> Region:
-        return Region(_HANDLE.pack(address), nbytes)
+    def export(self, allocation: Allocation) -> Region:
+        return Region(_HANDLE.pack(allocation.address), allocation.nbytes)
+
+    def prefers_rings(self, geometry: Geometry) -> bool:
+        return False  # the kernel copies small pieces as fast as we would
+
+    def rings(
+        self, geometry: Geometry, page_map: PageMap, allocations: Sequence[Allocation]
+    ) -> EngineRings:
+        return HostRings(self.export, geometry, page_map, allocations)
+
+    def event(self, stream: Any = None) -> Any:
+        return None  # computation on the CPU is done when the call is made
 
     def admit(self, server: Peer) -> None:
         allow_copies_by(server.pid)

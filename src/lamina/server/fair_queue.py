@@ -9,7 +9,7 @@ Who is cancelled need not wait for a ticket any more, wherever it stands: it say
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Container, Set
 
 from lamina.board import reached
 from lamina.devices.base import EngineMemory
@@ -45,14 +45,17 @@ class FairQueue:
         self._waiting.setdefault(transfer.memory, _Line()).append(self._arrivals, transfer)
         self._length += 1
 
-    def take_ready(self) -> Transfer | None:
-        """Remove and return the transfer to run now; None while none is ready.
+    def take_ready(self, besides: Container[EngineMemory] = ()) -> Transfer | None:
+        """Remove and return the transfer to run now, of no worker in `besides`; None while none is
+        ready.
 
         Reads a ticket and a void word for each worker that waits, however much it has queued.
         """
         if self._cancelled:
             self._free_cancelled()
         for memory in sorted(self._waiting, key=lambda memory: self._last_turn.get(memory, 0)):
+            if memory in besides:
+                continue
             line = self._waiting[memory]
             if (ready := line.take_ready()) is not None:
                 self._length -= 1
@@ -80,7 +83,8 @@ class _Line:
 
     def __init__(self) -> None:
         self._free: deque[tuple[int, Transfer]] = deque()
-        """Those that wait for no ticket: cancelled ones, then the others in order of arrival."""
+        """Those that wait for no ticket: cancelled ones, then the others in order of arrival. Their
+        first may wait for room in its ring, and those behind it too: a ring has one order."""
         self._ticketed: deque[tuple[int, int, Transfer]] = deque()
         """The others, each after its ticket, in order of tickets and then of arrival."""
 
@@ -97,10 +101,12 @@ class _Line:
         self._ticketed.insert(place, (ticket, arrival, transfer))
 
     def free(self, cancelled: Set[Transfer]) -> None:
-        """These wait for no ticket any more, as far as they are here. They go first: it costs the
+        """These wait for nothing any more, as far as they are here. They go first: it costs the
         others nothing."""
-        freed = [transfer for *_, transfer in self._ticketed if transfer in cancelled]
+        waiting = [each[-1] for each in self._free] + [each[-1] for each in self._ticketed]
+        freed = [transfer for transfer in waiting if transfer in cancelled]
         if freed:
+            self._free = deque(each for each in self._free if each[1] not in cancelled)
             self._ticketed = deque(each for each in self._ticketed if each[2] not in cancelled)
             self._free.extendleft((0, transfer) for transfer in reversed(freed))
 
@@ -108,7 +114,9 @@ class _Line:
         """Remove and return the first that came of those that are ready."""
         if self._ticketed and self._ticketed[0][2].is_ready():
             _, arrival, transfer = self._ticketed[0]
-            if not self._free or arrival < self._free[0][0]:
+            if not self._free or arrival < self._free[0][0] or not self._free[0][1].is_ready():
                 self._ticketed.popleft()
                 return transfer
-        return self._free.popleft()[1] if self._free else None
+        if self._free and self._free[0][1].is_ready():
+            return self._free.popleft()[1]
+        return None

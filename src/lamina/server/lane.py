@@ -1,7 +1,8 @@
 """A lane: the ordered queue of transfers of one device in one direction.
 
 One thread per lane takes transfers one after another and runs each to its end: slices of two
-transfers never interleave, and nothing overtakes a transfer that has started. On a lane with
+transfers never interleave, and nothing overtakes a transfer that has started, but where the ring of
+its worker stays full: it is put aside then, until that has room, and others go on. On a lane with
 nothing to do, the thread that submits enqueues the first batches itself: until the lane's own
 thread has woken up, they keep the link busy. Workers take turns (`FairQueue`). Tickets are read by
 the CPU; no stream of the server waits for another process.
@@ -12,11 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
+from enum import Enum
 from typing import NamedTuple
 
-from lamina.devices.base import CopyStream, Direction, ServerDevice
+from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice
 from lamina.errors import DeviceError
 from lamina.server.fair_queue import FairQueue
 from lamina.server.transfer import Transfer
@@ -27,8 +30,19 @@ _FIRST_POLL_S = 50e-6
 _LONGEST_POLL_S = 500e-6
 _MAX_YIELD_S = 0.02
 """How long a store lets retrieves go first before each of its batches."""
+_MAX_ROOM_S = 0.002
+"""How long a lane stays with a transfer whose ring is full: an engine that computes places a record
+within a millisecond or two, and to change over costs more than that."""
 _SUBMITTED_BATCHES = 2
 """Batches that `submit` enqueues: 0.3 ms of link, time enough for a thread to wake up."""
+
+
+class _State(Enum):
+    """Of a transfer that is being enqueued."""
+
+    GOING = "can go on"
+    FULL = "waits until its worker's ring has room"
+    ENDED = "is at its end, however it came"
 
 
 class _Run:
@@ -39,22 +53,22 @@ class _Run:
         self.error: DeviceError | None = None
         self._batches = transfer.run(stream)
 
-    def step(self) -> bool:
-        """Go on to just before the next batch; False at the end, however it came."""
+    def step(self) -> _State:
+        """Go on to just before the next batch, if the engine is ready for that."""
         try:
             if not self.transfer.cancelled_as:
+                if not self.transfer.is_ready():
+                    return _State.FULL
                 next(self._batches)
-                return True
+                return _State.GOING
         except StopIteration:
-            return False
+            pass
         except DeviceError as caught:
             self.error = caught
-            return False
         except Exception:
             log.exception("%s broke; its engine recomputes", self.transfer)
             self.error = DeviceError("the server failed to run the transfer", "See its log")
-            return False
-        return False
+        return _State.ENDED
 
 
 class Lane:
@@ -70,6 +84,8 @@ class Lane:
         self._changed = threading.Condition()
         self._stopping = False
         self._running: _Run | None = None
+        self._aside: dict[EngineMemory, _Run] = {}
+        """Begun, and put aside while their workers' rings are full; one a worker."""
         self._in_flight: deque[tuple[int, Transfer, DeviceError | None]] = deque()
         self._idle = threading.Event()
         self._idle.set()
@@ -79,7 +95,8 @@ class Lane:
     @property
     def queued(self) -> int:
         """Transfers that have not ended."""
-        return len(self._queue) + (self._running is not None) + len(self._in_flight)
+        running = (self._running is not None) + len(self._aside)
+        return len(self._queue) + running + len(self._in_flight)
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
@@ -88,7 +105,7 @@ class Lane:
             if self._can_begin_at_once(transfer):
                 run = self._running = _Run(transfer, self._stream)
                 for _ in range(1 + _SUBMITTED_BATCHES):  # the first step comes before any batch
-                    if not run.step():
+                    if run.step() is not _State.GOING:
                         break
             else:
                 self._queue.append(transfer)
@@ -111,10 +128,14 @@ class Lane:
 
     def _work(self) -> None:
         while (run := self._next()) is not None:
-            while run.step():
+            while (state := self._step(run)) is _State.GOING:
                 self._retire()
                 self._let_retrieves_go_first()
             with self._changed:
+                if state is _State.FULL:
+                    self._aside[run.transfer.memory] = run
+                    self._running = None
+                    continue
                 try:
                     self._in_flight.append((self._stream.mark(), run.transfer, run.error))
                 except DeviceError as caught:
@@ -122,19 +143,31 @@ class Lane:
                     run.transfer.end(run.error or caught)
                 self._running = None
 
+    def _step(self, run: _Run) -> _State:
+        """A step of the transfer; one whose ring is full has some time to get room."""
+        until_s = time.monotonic() + _MAX_ROOM_S
+        while (state := run.step()) is _State.FULL and time.monotonic() < until_s:
+            self._retire()
+            time.sleep(_FIRST_POLL_S)
+        return state
+
     def _next(self) -> _Run | None:
         """What was begun already, or the first transfer that is ready; None at the lane's end."""
         poll_s = _FIRST_POLL_S
         with self._changed:
             while self._running is None:
                 self._retire()
-                if (ready := self._queue.take_ready()) is not None:
+                if (aside := self._take_aside()) is not None:
+                    self._idle.clear()
+                    self._running = aside
+                    continue
+                if (ready := self._queue.take_ready(self._aside)) is not None:
                     self._idle.clear()
                     self._running = _Run(ready, self._stream)
                     continue
                 if not self._in_flight:
                     self._idle.set()  # also while tickets are waited for: the link has no work
-                if self._queue or self._in_flight:
+                if self._queue or self._in_flight or self._aside:
                     self._changed.wait(poll_s)  # a ticket or a copy is on its way
                     poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
                 elif self._stopping:
@@ -143,6 +176,13 @@ class Lane:
                     self._changed.wait()
                     poll_s = _FIRST_POLL_S
             return self._running
+
+    def _take_aside(self) -> _Run | None:
+        """A transfer that was put aside and can go on, or end; the one that waits longest."""
+        for memory, run in self._aside.items():
+            if run.transfer.is_ready():
+                return self._aside.pop(memory)
+        return None
 
     def _retire(self) -> None:
         """End the transfers whose copies have all taken effect, in order.

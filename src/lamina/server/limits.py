@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lamina import protocol
+from lamina.board import RING_SLOTS, Board
 from lamina.errors import ErrorCode, GeometryError, refuse
-from lamina.geometry import BlockIds, Geometry
+from lamina.geometry import MAX_BYTES, Geometry
 from lamina.keys import KEY_BYTES
+from lamina.records import shapes
 from lamina.server.sessions import Session
 from lamina.server.turns import Turns, each_part
 
@@ -123,6 +125,20 @@ def check_number(session: Session, number: int) -> None:
         )
 
 
+def check_rings(geometry: Geometry, board: Board, sizes: Sequence[int]) -> None:
+    """The regions of a worker without a page map; raises `GeometryError`."""
+    if len(sizes) != 2 or max(sizes) > MAX_BYTES:
+        raise GeometryError(
+            f"rings of {', '.join(map(str, sizes))} bytes", "Give a retrieve ring and a store ring"
+        )
+    for nbytes in sizes:
+        shapes(geometry, geometry.slices(1), 1, nbytes)
+    if board.slots <= max(RING_SLOTS):
+        raise GeometryError(
+            f"a board of {board.slots} slots has none for rings", "Make a larger one"
+        )
+
+
 def check_slot(session: Session, request: protocol.Retrieve) -> None:
     """Where a retrieve is to be announced."""
     if not 0 <= request.slot < session.board.slots or not 0 <= request.base < 2**32:
@@ -130,6 +146,8 @@ def check_slot(session: Session, request: protocol.Retrieve) -> None:
             f"slot {request.slot} with base {request.base} is not on the board",
             f"Use slots below {session.board.slots} and 32-bit counts",
         )
+    if request.ring is not None and request.slot in RING_SLOTS:
+        raise refuse(f"slot {request.slot} counts a ring's records", "Use another slot")
     if request.slot in session.slots:
         raise refuse(f"slot {request.slot} belongs to a transfer in flight", "Use a free slot")
 
@@ -143,11 +161,6 @@ def check_retrieves(session: Session, blocks: int) -> None:
             "Wait until some have ended, or recompute",
             ErrorCode.BUSY,
         )
-
-
-def unpack(packed: tuple[bytes, ...]) -> list[BlockIds]:
-    """The block ids of a transfer, one array a group."""
-    return [protocol.unpack_block_ids(ids) for ids in packed]
 
 
 class StoreBudget:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lamina import protocol
 from lamina.errors import ErrorCode, LaminaError, RequestRefusedError, SettingsError
+from lamina.frames import FrameBuffer
 from lamina.server.sessions import Session
 from lamina.server.turns import Turns
 
@@ -98,7 +99,7 @@ class Connection(asyncio.Protocol):
         self._is_stopping = is_stopping
         self._refused = refused
         self._lost = lost
-        self._frames = protocol.FrameBuffer()
+        self._frames = FrameBuffer()
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_read = True  # whether the client reads its replies
         self._is_turn_due = False

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from lamina import __version__, protocol
 from lamina.board import TransferStatus
 from lamina.errors import CopyDeniedError, ErrorCode, GeometryError, refuse
-from lamina.geometry import check_block_ids
 from lamina.server import limits, logs
 from lamina.server.chunks import (
     Room,
-    blocks_of_chunks,
     end_room,
     make_room,
     no_room,
@@ -34,6 +32,7 @@ from lamina.server.mappings import Memories
 from lamina.server.sessions import Session, Sessions, Worker
 from lamina.server.transfer import Slot, Transfer
 from lamina.server.turns import Chores, Turns, in_turns
+from lamina.server.ways import ways_of
 from lamina.settings import ServerSettings
 
 
@@ -105,7 +104,10 @@ class Service:
         sizes = [region.nbytes for region in request.regions]
         try:
             limits.check_chunk(geometry, self._settings.chunk_tokens, self._budget.capacity_bytes)
-            request.page_map.check(geometry, sizes)
+            if request.page_map is not None:
+                request.page_map.check(geometry, sizes)
+            else:
+                limits.check_rings(geometry, session.board, sizes)
         except GeometryError as error:
             raise refuse(error.cause, error.remedy, ErrorCode.BAD_GEOMETRY) from error
         if request.device not in self._lanes.devices:
@@ -121,10 +123,11 @@ class Service:
             )
         except CopyDeniedError as error:
             raise refuse(error.cause, error.remedy, ErrorCode.COPY_DENIED) from error
+        ways = ways_of(request, memory, session.board)
         worker = Worker(
             request.device,
             geometry,
-            request.page_map,
+            ways,
             sum(sizes),
             memory,
             self._memories,
@@ -188,22 +191,16 @@ class Service:
     ) -> Transfer:
         """Of chunks at `addresses`, which are pinned for it."""
         lease = self._leases.get(session.engine, request.lease)  # it may have ended meanwhile
-        geometry = worker.geometry
-        block_ids = limits.unpack(request.block_ids)
-        covered = len(addresses) * geometry.chunk_tokens
-        check_block_ids(geometry, worker.page_map, request.start_tokens, covered, block_ids)
-        slices = geometry.slices(request.layers_per_slice)
+        blocks = worker.ways.check_retrieve(worker.geometry, request, len(addresses))
         limits.check_slot(session, request)
         limits.check_number(session, request.transfer)
-        blocks = sum(map(len, block_ids))
         limits.check_retrieves(session, blocks)
         transfer = Transfer(
             request.transfer,
             worker.memory,
             session.board,
             request.ticket,
-            worker.plan(addresses, request.start_tokens, block_ids),
-            slices,
+            worker.ways.retrieve(worker.geometry, request, addresses),
             begun_s=self._clock(),
             on_loop=asyncio.get_running_loop().call_soon_threadsafe,
             slot=Slot(request.slot, request.base),
@@ -242,9 +239,8 @@ class Service:
         worker = session.need_worker()
         yield from limits.check_keys(request.keys)
         geometry = worker.geometry
-        block_ids = limits.unpack(request.block_ids)
+        tokens = worker.ways.check_store(geometry, request)
         covered = len(request.keys) * geometry.chunk_tokens
-        tokens = check_block_ids(geometry, worker.page_map, 0, covered, block_ids)
         if tokens != covered:
             raise refuse(
                 f"blocks for {tokens} tokens, but {len(request.keys)} chunks have {covered}",
@@ -260,14 +256,14 @@ class Service:
             )
         self._budget.give_back(session, (most_chunks - len(room.reserved)) * chunk_bytes)
         transfer = None
-        if room.reserved:
+        route = worker.ways.store(geometry, request, room)
+        if route is not None:
             transfer = Transfer(
                 request.transfer,
                 worker.memory,
                 session.board,
                 request.ticket,
-                worker.plan(room.addresses, 0, blocks_of_chunks(geometry, block_ids, room.numbers)),
-                geometry.slices(len(geometry.layers)),
+                route,
                 begun_s=self._clock(),
                 on_loop=asyncio.get_running_loop().call_soon_threadsafe,
             )

@@ -11,19 +11,19 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lamina import protocol
 from lamina.board import Board, TransferStatus
-from lamina.copies import CopyPlan
 from lamina.devices.base import EngineMemory
 from lamina.errors import ErrorCode, refuse
-from lamina.geometry import BlockIds, Geometry, PageMap
+from lamina.geometry import Geometry
 from lamina.linux import Peer
 from lamina.server.lane import Lane
 from lamina.server.mappings import Memories
 from lamina.server.transfer import Transfer
+from lamina.server.ways import Ways
 
 log = logging.getLogger(__name__)
 
@@ -32,27 +32,18 @@ HEARTBEAT_EVERY_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a connection registered: its KV memory and who closes that, the lanes of its device, and
-    what it says of itself to its engine's other processes."""
+    """What a connection registered: its KV memory (or its rings) with the ways to it and who closes
+    it, the lanes of its device, and what it says of itself to its engine's other processes."""
 
     device: str
     geometry: Geometry
-    page_map: PageMap
+    ways: Ways
     kv_bytes: int
     memory: EngineMemory
     memories: Memories
     retrieves: Lane
     stores: Lane
     description: bytes
-
-    def plan(
-        self, chunk_addresses: Sequence[int], start_tokens: int, block_ids: Sequence[BlockIds]
-    ) -> CopyPlan:
-        """The copies between chunks and this worker's pages."""
-        regions = self.memory.addresses
-        return CopyPlan(
-            self.geometry, self.page_map, regions, chunk_addresses, start_tokens, block_ids
-        )
 
 
 class Session:

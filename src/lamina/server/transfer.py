@@ -1,7 +1,7 @@
 """A transfer, from the handler that makes it over its lane to everybody who waits for its end.
 
-A retrieve copies slice `i` and then announces `base + i + 1` on its slot. A store is one slice of
-all layers without a slot: nobody waits for parts of it. Everything else is the same for both.
+It is copied part by part, as its route says (`routes`): a retrieve announces each part on its slot,
+and nobody waits for parts of a store. Everything else is the same for both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lamina.board import Board, TransferStatus, reached
-from lamina.copies import CopyPlan
+from lamina.board import Board, TransferStatus
 from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
-from lamina.geometry import Slice
+from lamina.server.routes import Route
 
 
 class Slot(NamedTuple):
@@ -28,7 +27,8 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """A retrieve (with a `slot`, for a `request`, into so many `blocks`) or a store on its way.
+    """A retrieve (with a `slot`, for a `request`, into so many `blocks`) or a store on its way; its
+    engine may void a store by its `ticket`.
 
     `number` is its engine's name for it. `begun_s` is by the server's clock. `on_loop` has a call
     made on the event loop; any thread may use it.
@@ -42,8 +42,7 @@ class Transfer:
     memory: EngineMemory
     board: Board
     ticket: int | None
-    plan: CopyPlan
-    slices: tuple[Slice, ...]
+    route: Route
     begun_s: float
     on_loop: Callable[[Callable[[], None]], object]
     slot: Slot | None = None
@@ -53,7 +52,7 @@ class Transfer:
     ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set on the event loop: nothing more of it will touch memory, and what follows is final."""
     status: TransferStatus = field(default=TransferStatus.OK, init=False)
-    """With OK, all bytes of all slices are in."""
+    """With OK, all bytes of all parts are in."""
     error: DeviceError | None = field(default=None, init=False)
     nbytes: int = field(default=0, init=False)
     first_slice_us: int = field(default=0, init=False)
@@ -65,7 +64,7 @@ class Transfer:
     _made_s: float = field(default_factory=time.perf_counter, init=False)
     _cancelled_as: TransferStatus | None = field(default=None, init=False)
     _tell_cancelled: Callable[[Transfer], object] | None = field(default=None, init=False)
-    _enqueued_slices: int = field(default=0, init=False)
+    _enqueued_parts: int = field(default=0, init=False)
 
     def __str__(self) -> str:
         return f"{'store' if self.slot is None else 'retrieve'} {self.number}"
@@ -100,20 +99,27 @@ class Transfer:
         return self.slot is None and self.ticket is not None and self.board.is_void(self.ticket)
 
     def is_ready(self) -> bool:
-        """Whether the engine's earlier work on the pages is done (or nobody needs them)."""
-        ticket = self.ticket
-        return ticket is None or bool(self.cancelled_as) or reached(self.board.ticket, ticket)
+        """Whether its next part may be copied: the engine's earlier work on the pages is done, or a
+        ring has room (or nobody needs it)."""
+        part = min(self._enqueued_parts, self.route.parts - 1)
+        return bool(self.cancelled_as) or self.route.is_ready(part)
 
     def run(self, stream: CopyStream) -> Iterator[None]:
-        """Enqueue everything; yields before each batch, and may be closed there."""
-        for part in self.slices:
-            for batch in self.plan.batches(part.first_layer, part.end_layer):
-                yield
+        """Enqueue everything; yields before each part and each batch, and may be closed there.
+
+        To be resumed only while it `is_ready`.
+        """
+        for part in range(self.route.parts):
+            yield
+            for index, batch in enumerate(self.route.batches(part)):
+                if index:
+                    yield
                 stream.copy(self.memory, batch)
                 self.nbytes += batch.nbytes
-            if self.slot is not None:
-                stream.announce(self.memory, self.slot.number, self.slot.base + part.number + 1)
-            self._enqueued_slices += 1
+            announcement = self.route.announcement(part)
+            if announcement is not None:
+                stream.announce(self.memory, *announcement)
+            self._enqueued_parts += 1
             self.first_slice_us = self.first_slice_us or _us_since(self._made_s)
 
     def end(self, error: DeviceError | None) -> None:
@@ -123,10 +129,10 @@ class Transfer:
         wait of the engine outlives it.
         """
         self.error = error
-        if error is not None or self._enqueued_slices < len(self.slices):
+        if error is not None or self._enqueued_parts < self.route.parts:
             self.status = self.cancelled_as or TransferStatus.COPY_FAILED
         if self.status and self.slot is not None:
-            self.board.fail(self.slot.number, self.status, self.slot.base + len(self.slices))
+            self.board.fail(self.slot.number, self.status, self.slot.base + self.route.parts)
         self.total_us = _us_since(self._made_s)
         self.on_loop(self.ended.set)
 

@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from lamina.cli.options import BYTES, COUNTS, POSITIVE, SIZES, Counts, Sizes, check_writable
 from lamina.errors import SettingsError
+from lamina.settings import parse_data_path
 from lamina_lab.bench.vllm.cli import bench_vllm
 
 bench_app = typer.Typer(help="Measure, with every byte checked.", no_args_is_help=True)
@@ -54,6 +55,9 @@ def bench_transfer(
         float | None,
         typer.Option(parser=POSITIVE, metavar="GB/S", help="Throttle the host device."),
     ] = None,
+    data_path: Annotated[
+        str, typer.Option(help="direct, ring, or auto as an engine decides.")
+    ] = "auto",
     overlap: Annotated[
         bool, typer.Option(help="Also computation beside transfers (a GPU and torch).")
     ] = False,
@@ -78,6 +82,7 @@ def bench_transfer(
         document_bytes=document_bytes,
         rounds=rounds,
         link_gbps=host_link_gbps,
+        data_path=parse_data_path(data_path),
         overlap=overlap,
     )
     result = run_transfer(spec)

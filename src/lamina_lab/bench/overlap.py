@@ -64,6 +64,7 @@ def _slowdown(bench: TransferBench, work: Callable[[], Any]) -> float:
     stop = threading.Event()
 
     def transfer() -> None:
+        bench.space.make_current()
         while not stop.is_set():
             bench.retrieve(1, 1, spin=False)  # leave the interpreter to the launching thread
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lamina.settings import AUTO, DataPath
+
 
 class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to sweep. `document_bytes` is the size of one retrieve."""
@@ -17,6 +19,8 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 5
     link_gbps: float | None = None
     """Throttle of the host device."""
+    data_path: DataPath = AUTO
+    """How KV moves, as an engine's setting."""
     overlap: bool = False
     """Also measure computation beside transfers; needs a GPU and torch."""
 
@@ -35,6 +39,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     first_slice_ms: float
     first_slice_worst_ms: float
     last_slice_ms: float
+    engine_ms_per_gib: float
+    """What beginning a retrieve takes of the engine's thread."""
     server_cores: float
     server_cpu_s_per_gib: float
     store_gbps: float

@@ -27,7 +27,7 @@ def run_transfer(spec: TransferSpec) -> TransferResult:
     overlap: Overlap | None = None
     server_gpu_bytes = None
     for page_bytes in spec.page_bytes:
-        for consecutive in (False, True):
+        for consecutive in (False, True) if spec.data_path != "ring" else (False,):
             # Twice what is stored: stores under way may reserve half of an arena.
             arena_bytes = 2 * max(spec.concurrency) * spec.document_bytes + (256 << 20)
             options = ["--arena", str(arena_bytes)]

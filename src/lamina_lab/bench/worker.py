@@ -72,8 +72,15 @@ class TransferBench:
             spec.layers, page_bytes, chunk_tokens=DEFAULT_CHUNK_TOKENS, block_tokens=BLOCK_TOKENS
         )
         self.space = kv_space(spec.device, geometry, len(self._blocks))
-        self.worker = KnownWorker(socket, self.space, "bench transfer", patience_s=_PATIENCE_S)
+        self.worker = KnownWorker(
+            socket,
+            self.space,
+            "bench transfer",
+            patience_s=_PATIENCE_S,
+            data_path=spec.data_path,
+        )
         self.worker.client.connect()
+        self._calls_s: list[float] = []
         self._known = self._fill()
         self.stored_gbps = self._store()
 
@@ -89,6 +96,7 @@ class TransferBench:
         self.retrieve(count, width)
         wrong_bytes = self._wrong_bytes(count)
         firsts_ms, lasts_ms = [], []
+        self._calls_s.clear()
         cpu_s = _cpu_s(self._server_pid)
         for _ in range(self.spec.rounds):
             first_ms, last_ms = self.retrieve(count, width)
@@ -108,6 +116,9 @@ class TransferBench:
             first_slice_ms=statistics.median(firsts_ms),
             first_slice_worst_ms=max(firsts_ms),
             last_slice_ms=last_ms_median,
+            engine_ms_per_gib=statistics.median(self._calls_s)
+            * 1e3
+            / (self.document_bytes / 2**30),
             server_cores=cpu_s / (sum(lasts_ms) / 1e3),
             server_cpu_s_per_gib=cpu_s / (self.spec.rounds * count * self.document_bytes / 2**30),
             store_gbps=self.stored_gbps,
@@ -144,7 +155,9 @@ class TransferBench:
     def _retrieve(self, number: int, lease: int, width: int) -> tuple[Retrieve, float]:
         started_s = time.perf_counter()
         target = self.documents[number].target
-        return self.worker.begin_leased(f"{number}", lease, target, width), started_s
+        retrieve = self.worker.begin_leased(f"{number}", lease, target, width)
+        self._calls_s.append(time.perf_counter() - started_s)
+        return retrieve, started_s
 
     def _watch(
         self, retrieves: list[Retrieve], started_s: list[float], spin: bool
@@ -168,8 +181,8 @@ class TransferBench:
         return first_ms, last_ms
 
     def _bare_gbps(self) -> float | None:
-        if self.consecutive:
-            return None  # its pages are merged: the link is the bound
+        if self.consecutive or self.worker.client.has_rings:
+            return None  # pieces are large: the link is the bound
         return self.space.bare_gbps(min(self.document_bytes, 1 << 30), self.page_bytes)
 
     def _fill(self) -> list[Pages]:
@@ -199,7 +212,7 @@ class TransferBench:
             self.worker.begin_store(document_keys, document.source)
             for document, document_keys in zip(self.documents, keys, strict=True)
         ]
-        self.worker.wait(lambda: all(store.is_over for store in stores), pause_s=0)
+        self.worker.wait(lambda: all(s.is_over and s.is_settled for s in stores), pause_s=0)
         elapsed_s = time.perf_counter() - started_s
         for store in stores:
             expect_whole(store)

@@ -127,7 +127,7 @@ class KnownEngine:
                 self.retrieves.remove(retrieve)
                 self.retrieve_ended(retrieve)
                 self.give_back(retrieve.blocks)
-        for store in [store for store in self.stores if store.transfer.is_over]:
+        for store in [s for s in self.stores if s.transfer.is_over and s.transfer.is_settled]:
             self.check_store(store)
             self.stores.remove(store)
             self.store_ended(store)

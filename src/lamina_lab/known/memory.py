@@ -17,7 +17,7 @@ from lamina.devices.base import WorkerDevice
 from lamina.devices.cuda import CudaWorkerDevice
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import SettingsError
-from lamina.geometry import Geometry, PageMap, PlanePages
+from lamina.geometry import Allocation, Geometry, PageMap, PlanePages
 from lamina.linux import copy_between
 from lamina.protocol import Region
 from lamina_lab import gpu_memory
@@ -54,10 +54,15 @@ class KvSpace(ABC):
             (blocks,), tuple(tuple(plane(layer, n) for n in range(planes)) for layer in layers)
         )
 
-    def export(self) -> tuple[Region, ...]:
+    @property
+    def allocations(self) -> tuple[Allocation, ...]:
         firsts = self.addresses[:: self.layers_per_region]
         nbytes = self.layers_per_region * self.layer_bytes
-        return tuple(self.device.export(first, nbytes) for first in firsts)
+        return tuple(Allocation(first, nbytes) for first in firsts)
+
+    def export(self) -> tuple[Region, ...]:
+        """For whoever registers without a client."""
+        return tuple(map(self.device.export, self.allocations))
 
     @abstractmethod
     def allocate(self) -> list[int]:
@@ -74,6 +79,9 @@ class KvSpace(ABC):
     @abstractmethod
     def poison(self, blocks: Blocks) -> None:
         """Set these blocks to `POISON` in every layer."""
+
+    def make_current(self) -> None:  # noqa: B027
+        """Let the calling thread use the device; the one that makes the space can."""
 
     @abstractmethod
     def link_gbps(self, nbytes: int, *, to_device: bool) -> float:
@@ -131,7 +139,8 @@ class CudaKvSpace(KvSpace):
     """Memory of the first visible GPU."""
 
     def __init__(self, geometry: Geometry, blocks: int) -> None:
-        driver.set_context(driver.retain_primary_context(0))
+        self._context = driver.retain_primary_context(0)
+        self.make_current()
         super().__init__(geometry, blocks, CudaWorkerDevice())
 
     def allocate(self) -> list[int]:
@@ -155,6 +164,10 @@ class CudaKvSpace(KvSpace):
         for layer in range(len(self.addresses)):
             for _, run, address in self._runs(layer, blocks):
                 gpu_memory.fill(address, POISON, (run.stop - run.start) * page_bytes)
+        driver.synchronize_context()  # side streams do not wait for the fills
+
+    def make_current(self) -> None:
+        driver.set_context(self._context)
 
     def _runs(self, layer: int, blocks: Blocks) -> Iterator[tuple[int, slice, int]]:
         """Runs of consecutive blocks: plane, which of `blocks` they are, address."""

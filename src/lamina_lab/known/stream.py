@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,11 @@ class StreamDevice(HostWorkerDevice):
 
     def write_ticket(self, board: Board, ticket: int, stream: Any = None) -> None:
         self.enqueue(lambda: HostWorkerDevice.write_ticket(self, board, ticket))
+
+    def event(self, stream: Any = None) -> Any:
+        happened = threading.Event()
+        self.enqueue(happened.set)
+        return happened.is_set
 
     def detach(self, board: Board) -> None:
         self.compute()

@@ -56,7 +56,7 @@ class KnownWorker:
         self.client = Client(
             ClientSettings(socket=socket, **settings), space.device, label, engine, clock, model
         )
-        self.client.register(self.geometry, space.page_map, space.export(), description)
+        self.client.register(self.geometry, space.page_map, space.allocations, description)
 
     @property
     def pages(self) -> Pages:
@@ -97,7 +97,7 @@ class KnownWorker:
     def store(self, keys: Sequence[bytes], blocks: Blocks, parent: bytes = b"") -> Store:
         """The same, and wait for the end."""
         store = self.begin_store(keys, blocks, parent)
-        self.wait(lambda: store.is_over)
+        self.wait(lambda: store.is_over and store.is_settled)
         return store
 
     def store_new(self, chunks: int) -> list[bytes]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lamina.client import Client, Prefixes, StepGates
 from lamina.client.release import ReleasePolicy
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.geometry import Allocation, Geometry, Group, Layer, PageMap, PlanePages
 from lamina.keys import Namespace
 from lamina_lab.reference.blocks import BlockPool
 from lamina_lab.reference.cache import Cache
@@ -62,11 +62,11 @@ class ReferenceEngine:
         self._steps = 0
         self.cache: Cache | None = None
         if client is not None:
-            regions = [
-                client.device.export(self.memory.address(layer), self.memory.nbytes(layer))
+            places = [
+                Allocation(self.memory.address(layer), self.memory.nbytes(layer))
                 for layer in range(config.layers)
             ]
-            client.register(geometry, page_map_of(self.memory, config, num_blocks), regions)
+            client.register(geometry, page_map_of(self.memory, config, num_blocks), places)
             prefixes = Prefixes.of(client, geometry, max_step_tokens)
             self.cache = Cache(prefixes, namespace, self.pool)
         self.scheduler = Scheduler(

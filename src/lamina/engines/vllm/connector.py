@@ -36,7 +36,7 @@ from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescrip
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
 from lamina.engines.vllm.weights import Weights
-from lamina.engines.vllm.worker import WorkerSide, device_of, export_all, kind_of
+from lamina.engines.vllm.worker import WorkerSide, device_of, kind_of
 from lamina.errors import ErrorCode, LaminaError, RequestRefusedError
 
 if TYPE_CHECKING:
@@ -163,8 +163,9 @@ class LaminaConnector(KVConnectorBase_V1):
                 watches_weights=weights.are_watched,
             )
             client = self._client("vLLM worker", device)
-            regions = export_all(device, layout)
-            client.register(layout.geometry, layout.page_map, regions, description.encode())
+            client.register(
+                layout.geometry, layout.page_map, layout.allocations, description.encode()
+            )
         except LaminaError as error:
             log.error("Lamina cannot serve this engine: %s", error)
             raise

@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from lamina.errors import GeometryError
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.geometry import Allocation, Geometry, Group, Layer, PageMap, PlanePages
 
 if TYPE_CHECKING:
     import torch
-
-
-class Allocation(NamedTuple):
-    """One allocation that holds KV."""
-
-    address: int
-    nbytes: int
 
 
 class KvLayout(NamedTuple):

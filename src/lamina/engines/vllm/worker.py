@@ -276,11 +276,6 @@ class WorkerSide:
         return told
 
 
-def export_all(device: WorkerDevice, layout: KvLayout) -> list[Any]:
-    """The regions of a layout's allocations."""
-    return [device.export(a.address, a.nbytes) for a in layout.allocations]
-
-
 def device_of(kv_caches: Mapping[str, Any]) -> WorkerDevice:
     """The device that holds the tensors. Raises `DeviceError` for one that Lamina has not."""
     from lamina.devices.cuda import CudaWorkerDevice
