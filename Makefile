@@ -36,6 +36,7 @@ test: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p tests.support.prefer_rings tests/test_soak.py tests/lab/reference/test_hits.py
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)

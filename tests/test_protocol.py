@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from lamina import protocol
 from lamina.errors import ErrorCode, UsageError
+from lamina.frames import FrameBuffer
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.protocol import (
     MAX_FRAME_BYTES,
     REPLY_OF,
-    FrameBuffer,
     MalformedError,
     Message,
     decode_reply,
@@ -47,6 +47,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: integers,
     float: st.floats(allow_nan=False),
     int | None: st.none() | integers,
+    protocol.RingPlace | None: st.none()
+    | st.builds(protocol.RingPlace, integers, integers, integers, integers),
     str: st.text(max_size=20),
     bytes: st.binary(max_size=40),
     tuple[bytes, ...]: st.lists(st.binary(max_size=40), max_size=4).map(tuple),
@@ -67,7 +69,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     ).map(tuple),
     ErrorCode: st.sampled_from(ErrorCode),
     Geometry: geometries,
-    PageMap: st.builds(
+    PageMap | None: st.none()
+    | st.builds(
         PageMap, st.lists(integers, max_size=2).map(tuple), st.lists(planes, max_size=3).map(tuple)
     ),
     tuple[protocol.Region, ...]: st.lists(

@@ -14,6 +14,7 @@ from lamina import protocol
 from lamina.board import Board
 from lamina.client import connection as connections
 from lamina.client.connection import Connection
+from lamina.frames import FrameBuffer
 from tests.support.wait import PATIENCE_S
 
 MAX_UNSENT_BYTES = 1 << 20
@@ -80,7 +81,7 @@ def test_a_server_that_reads_late_gets_all_that_was_left_unread(scene: Scene) ->
     while scene.unsent_bytes < MAX_UNSENT_BYTES // 2 and not scene.connection.is_lost:
         scene.ask()
         asked += 1
-    frames, bodies = protocol.FrameBuffer(), 0
+    frames, bodies = FrameBuffer(), 0
     while bodies < asked and (data := scene.server.recv(1 << 18)):
         bodies += len(frames.feed(data))
         scene.connection.pump()

@@ -15,6 +15,7 @@ import pytest
 from lamina import client as lamina
 from lamina.client import (
     MISS,
+    Allocation,
     Client,
     ClientSettings,
     Gate,
@@ -206,22 +207,22 @@ def test_register_is_for_the_time_before_connect(worker: PageWorker) -> None:
 def test_a_description_of_kv_that_cannot_be_sent(worker: PageWorker) -> None:
     pages = np.zeros((4, 16), np.uint8)
     page_map = PageMap((4,), ((PlanePages(0, 0, 16),),))
-    region = HostWorkerDevice().export(pages.ctypes.data, pages.nbytes)
+    allocation = Allocation(pages.ctypes.data, pages.nbytes)
     description: Any = "text"
     for name, said, cause in ((LONE, b"", "surrogates"), ("layer", description, "bytes")):
         geometry = Geometry(64, (Group(16),), (Layer(name, 0, 1, 16),))
         with new_client(worker) as client, pytest.raises(UsageError, match=cause):
-            client.register(geometry, page_map, [region], said)
+            client.register(geometry, page_map, [allocation], said)
 
 
 def test_a_geometry_with_other_chunks_is_refused_with_the_servers_reason(
     worker: PageWorker,
 ) -> None:
     pages = np.zeros((4, 16), np.uint8)
-    region = HostWorkerDevice().export(pages.ctypes.data, pages.nbytes)
+    allocation = Allocation(pages.ctypes.data, pages.nbytes)
     geometry = Geometry(128, (Group(16),), (Layer("layer", 0, 1, 16),))
     with new_client(worker) as client:
-        client.register(geometry, PageMap((4,), ((PlanePages(0, 0, 16),),)), [region])
+        client.register(geometry, PageMap((4,), ((PlanePages(0, 0, 16),),)), [allocation])
         with pytest.raises(RequestRefusedError, match="have 128 tokens, the server's 64"):
             client.connect()
 

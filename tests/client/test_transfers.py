@@ -16,9 +16,11 @@ from lamina.board import Board, TransferStatus
 from lamina.client import Retrieve
 from lamina.client.connection import Connection
 from lamina.client.notices import Notices
-from lamina.client.transfers import Store, Transfers
+from lamina.client.store import Store, Ticket
+from lamina.client.transfers import Transfers
 from lamina.errors import ErrorCode, GeometryError
-from lamina.geometry import Geometry, Group, Layer
+from lamina.frames import FrameBuffer
+from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina_lab.known.content import ids
 
 LAYERS = 4
@@ -47,13 +49,14 @@ class World:
         self.connection = DyingConnection(path, self.board)
         self.server, _ = self._listening.accept()
         self.server.settimeout(20)
-        self._frames = protocol.FrameBuffer()
+        self._frames = FrameBuffer()
         preface, fds, _, _ = socket.recv_fds(self.server, protocol.PREFACE_BYTES, 1)
         assert preface == protocol.preface()
         self.servers_board = Board.attach(fds[0])
         geometry = Geometry(64, (Group(16),), tuple(Layer(str(i), 0, 1, 8) for i in range(LAYERS)))
         notices = Notices("test")
-        self.transfers = Transfers(self.connection, self.board, geometry, notices)
+        page_map = PageMap((8,), tuple((PlanePages(i, 0, 8),) for i in range(LAYERS)))
+        self.transfers = Transfers(self.connection, self.board, geometry, page_map, notices)
         self.ids: dict[Retrieve, int] = {}
         """Of the requests that began them; other than their numbers."""
         self.connection.call(protocol.Ping, lambda _: None)
@@ -74,7 +77,7 @@ class World:
         return retrieve
 
     def store(self, number: int | None = None) -> Store:
-        ticket = self.transfers.next_ticket()
+        ticket = Ticket(self.transfers.next_ticket(), self.board)
         return self.transfers.store(b"", [KEY], [ids([0, 1, 2, 3])], ticket, DEADLINE_S, number)
 
     def next_request(self) -> protocol.Request:
@@ -142,8 +145,9 @@ def one_slot(socket_path: Path) -> Iterator[World]:
 
 def test_a_retrieve_asks_for_what_it_was_given(world: World) -> None:
     blocks = [np.array([7, -1, 2**31 - 1], np.int32)]
+    ticket = Ticket(2**32 - 1, world.board)
     retrieve = world.begin(
-        width=3, lease=41, start_tokens=128, block_ids=blocks, ticket=2**32 - 1, request="q"
+        width=3, lease=41, start_tokens=128, block_ids=blocks, ticket=ticket, request="q"
     )
     assert world.next_request() == protocol.Retrieve(
         world.ids[retrieve],
@@ -162,7 +166,8 @@ def test_a_retrieve_asks_for_what_it_was_given(world: World) -> None:
 
 def test_a_store_asks_for_what_it_was_given(world: World) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
-    store = world.transfers.store(KEY, keys, [ids(list(range(8)))], 6, DEADLINE_S)
+    ticket = Ticket(6, world.board)
+    store = world.transfers.store(KEY, keys, [ids(list(range(8)))], ticket, DEADLINE_S)
     request = world.next_request()
     packed = (protocol.pack_block_ids(ids(list(range(8)))),)
     assert request == protocol.Store(request.id, store.number, KEY, tuple(keys), packed, 6)

@@ -29,6 +29,7 @@ from lamina.board import Board, reached
 from lamina.copies import CopyList, batches
 from lamina.devices.base import CopyStream, Direction, EngineMemory, ServerDevice, WorkerDevice
 from lamina.errors import DeviceError, PeerGoneError
+from lamina.geometry import Allocation
 from lamina.linux import Peer, peer_of
 from lamina.protocol import Region
 from tests.support.wait import eventually
@@ -104,7 +105,7 @@ class _Worker:
         self._side.free(address)
 
     def export(self, address: int, nbytes: int) -> Region:
-        return self._side.device.export(address, nbytes)
+        return self._side.device.export(Allocation(address, nbytes))
 
     def write(self, address: int, data: bytes) -> None:
         self._side.write(address, data)

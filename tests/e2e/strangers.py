@@ -19,6 +19,7 @@ import msgspec
 from lamina import protocol
 from lamina.board import Board
 from lamina.errors import ErrorCode
+from lamina.frames import FrameBuffer
 from lamina.geometry import Geometry
 from lamina_lab.known.content import equal_layers, ids
 from lamina_lab.known.memory import HostKvSpace
@@ -39,7 +40,7 @@ class Stranger:
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(os.fspath(path))
         self.board = Board.create(SLOTS)
-        self._frames = protocol.FrameBuffer()
+        self._frames = FrameBuffer()
         self._received: list[protocol.Reply] = []
 
     def greet(self, preface: bytes | None = None, fds: Sequence[int] | None = None) -> None:

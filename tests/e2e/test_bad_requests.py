@@ -270,7 +270,9 @@ def test_a_client_refuses_a_width_above_the_layer_count_and_loses_no_slot(
     worker.client.end_request("r")
     assert worker.client._link is not None
     assert worker.client._link.transfers is not None
-    assert len(worker.client._link.transfers._free_slots) == worker.client._link.board.slots
+    transfers = worker.client._link.transfers
+    assert transfers is not None
+    assert len(transfers._free_slots) == transfers.slots
 
 
 # No permission.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lamina import protocol
-from lamina.client.transfers import Ticket
+from lamina.client.store import Ticket
 from lamina.errors import ErrorCode
 from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import Stranger, assert_refused

@@ -45,10 +45,10 @@ class GpuWorker(KnownWorker):
         self.keys = self.store_new(CHUNKS)
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[GpuWorker]:
+@pytest.fixture(scope="module", params=["direct", "ring"])
+def worker(request: pytest.FixtureRequest) -> Iterator[GpuWorker]:
     with private_socket() as socket, server_process(socket, "--arena", "1GiB"):
-        worker = GpuWorker(socket)
+        worker = GpuWorker(socket, data_path=request.param)
         yield worker
         worker.client.close()
 

@@ -22,7 +22,7 @@ CORE = (
         "failed-is-over",
         1,
         "pages of a retrieve that was given up are handed out before the server acknowledges",
-        "client/transfers.py",
+        "client/retrieve.py",
         "return self._acknowledged or self.outcome is TransferStatus.OK",
         "return self._acknowledged or self.outcome is not None",
         (
@@ -53,8 +53,8 @@ CORE = (
         2,
         "a layer reads its pages when only the slice before has landed",
         "client/gate.py",
-        "needed = gate.retrieve.slice_of(layer) + 1",
-        "needed = gate.retrieve.slice_of(layer)",
+        "[gate.retrieve.slice_of(layer) + 1 for gate in self.gates]",
+        "[gate.retrieve.slice_of(layer) for gate in self.gates]",
         ("tests/client/test_gate.py",),
     ),
     Mutation(
@@ -110,7 +110,7 @@ CORE = (
         5,
         "a store that was cut short is published with bytes of whoever had the arena before",
         "server/transfer.py",
-        "if error is not None or self._enqueued_slices < len(self.slices):",
+        "if error is not None or self._enqueued_parts < self.route.parts:",
         "if error is not None:",
         (
             "tests/server/test_transfer.py",
@@ -142,9 +142,10 @@ CORE = (
         "retrieve-ticket-ignored",
         7,
         "a retrieve is overwritten by work that the engine had enqueued before",
-        "server/transfer.py",
-        "return ticket is None or bool(self.cancelled_as)",
-        "return ticket is None or self.slot is not None or bool(self.cancelled_as)",
+        "server/routes.py",
+        "return part > 0 or ticket is None or reached(self._board.ticket, ticket)",
+        "return part > 0 or ticket is None or self._slot is not None "
+        "or reached(self._board.ticket, ticket)",
         (
             "tests/server/test_transfer.py",
             "tests/server/test_lane.py",
@@ -164,9 +165,9 @@ CORE = (
         "forced-once",
         8,
         "a wait that was ended hangs again when a late server writes a lower count",
-        "client/transfers.py",
-        "if self._acknowledged or (self._forced is None and self._has_ended()):",
-        "if self._acknowledged or self._forced is not None or self._has_ended():",
+        "client/retrieve.py",
+        "if self._acknowledged or (self._forced is None and self._has_landed()):",
+        "if self._acknowledged or self._forced is not None or self._has_landed():",
         ("tests/client/test_watchdog.py",),
     ),
     Mutation(

@@ -18,8 +18,10 @@ from tests.support.wait import eventually
 class Watched(ScriptedTransfer):
     """Notes which thread enqueued each batch, and yields before each, as real transfers do."""
 
-    def __init__(self, log: Log, board: Board, name: str, steps: int = 6) -> None:
-        super().__init__(log, board, name, steps)
+    def __init__(
+        self, log: Log, board: Board, name: str, steps: int = 6, ticket: int | None = None
+    ) -> None:
+        super().__init__(log, board, name, steps, ticket)
         self.threads: list[str] = []
 
     def run(self, stream: CopyStream) -> Iterator[None]:
@@ -82,8 +84,7 @@ def test_a_transfer_whose_copies_are_still_under_way_is_behind_too(log: Log, boa
 
 
 def test_what_must_wait_does_not_begin_at_once(lane: Lane, log: Log, board: Board) -> None:
-    ticketed = Watched(log, board, "t")
-    ticketed.ticket = 5
+    ticketed = Watched(log, board, "t", ticket=5)
     lane.submit(ticketed)
     assert not ticketed.threads
     board.ticket = 5

@@ -16,6 +16,7 @@ from lamina.copies import CopyList, CopyPlan
 from lamina.devices.base import EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.server.routes import DirectRoute
 from lamina.server.transfer import Slot, Transfer
 from lamina_lab.known.content import ids, random_keys
 from tests.e2e.strangers import Pages, Stranger
@@ -56,10 +57,10 @@ def make(board: Board, width: int = LAYERS, **options: Any) -> Transfer:
     regions = [layer << 20 for layer in range(LAYERS)]
     chunks = [number * GEOMETRY.chunk_bytes for number in range(BLOCKS)]
     plan = CopyPlan(GEOMETRY, PAGE_MAP, regions, chunks, 0, blocks)
-    options = {"ticket": 1, "on_loop": lambda call: call(), **options}
-    return Transfer(
-        17, NoMemory(), board, plan=plan, slices=GEOMETRY.slices(width), begun_s=0.0, **options
-    )
+    ticket, slot = 1, options.pop("slot", None)
+    route = DirectRoute(plan, GEOMETRY.slices(width), board, ticket, *(slot or ()))
+    options = {"on_loop": lambda call: call(), **options}
+    return Transfer(17, NoMemory(), board, ticket, route, begun_s=0.0, slot=slot, **options)
 
 
 def retrieve(board: Board, width: int = 1, **options: Any) -> Transfer:

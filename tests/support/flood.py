@@ -21,6 +21,7 @@ from pathlib import Path
 
 from lamina import protocol
 from lamina.board import Board
+from lamina.frames import FrameBuffer
 from lamina_lab.known.content import equal_layers, ids, random_keys
 from lamina_lab.known.memory import HostKvSpace
 
@@ -42,7 +43,7 @@ class Flood:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(os.fspath(path))
         socket.send_fds(self.socket, [protocol.preface()], [self.board.fd])
-        self.frames = protocol.FrameBuffer()
+        self.frames = FrameBuffer()
         self.numbers = itertools.count(1)
         self.replies: Counter[str] = Counter()
         self.blocks = (protocol.pack_block_ids(ids(range(BLOCKS))),)

@@ -14,6 +14,7 @@ from lamina.devices.base import CopyStream, EngineMemory
 from lamina.errors import DeviceError
 from lamina.geometry import Geometry, Group, Layer, PageMap
 from lamina.server.lane import Lane
+from lamina.server.routes import DirectRoute
 from lamina.server.transfer import Transfer
 
 PATIENCE_S = 20.0
@@ -90,7 +91,8 @@ class BareTransfer(Transfer):
     """A store of nothing by an engine that is not there; nobody waits for its end."""
 
     def __init__(self, memory: EngineMemory, board: Board, ticket: int | None) -> None:
-        super().__init__(0, memory, board, ticket, NO_PLAN, (), 0.0, lambda call: call())
+        route = DirectRoute(NO_PLAN, (), board, ticket)
+        super().__init__(0, memory, board, ticket, route, 0.0, lambda call: call())
 
 
 class ScriptedTransfer(BareTransfer):

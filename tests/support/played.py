@@ -16,6 +16,7 @@ from lamina.board import Board
 from lamina.client import Client, Store
 from lamina.devices.host import HostWorkerDevice
 from lamina.errors import DeviceError, ErrorCode
+from lamina.frames import FrameBuffer
 from lamina.linux import wait_readable
 from lamina.settings import ClientSettings
 from lamina_lab.known.content import ids
@@ -54,7 +55,7 @@ class Greeted:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._socket.settimeout(20)
-        self._frames = protocol.FrameBuffer()
+        self._frames = FrameBuffer()
         _, fds, _, _ = socket.recv_fds(sock, protocol.PREFACE_BYTES, 1)
         self.board = Board.attach(fds[0])
 
@@ -116,7 +117,7 @@ class World:
         self._has_memory = has_memory
         if has_memory:
             pages = Pages()
-            self.client.register(pages.geometry, pages.page_map, pages.regions)
+            self.client.register(pages.geometry, pages.page_map, pages.allocations)
         self._greeted: list[Greeted] = []
 
     def accept(self) -> Greeted:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 PATIENCE_S = 20.0
-PATIENT = {
+PATIENT: dict[str, Any] = {
     f"{limit}_ms": 30_000
     for limit in (
         "connect_timeout",

@@ -85,7 +85,6 @@ class Rig:
         with (
             mock.patch(f"{module}.Client", return_value=self.client),
             mock.patch(f"{module}.device_of", return_value=self.client),
-            mock.patch(f"{module}.export_all", return_value=[]),
             set_current_vllm_config(config),
         ):
             self.scheduler = scheduler_class(

@@ -103,6 +103,9 @@ class ScriptedRetrieve:
         self._outcome: TransferStatus | None = None
         self._looks = 0
 
+    def awaited(self, slices: int) -> tuple[int, int]:
+        return self.slot, self.base + slices
+
     def slice_of(self, layer: int) -> int:
         return layer // self._width
 

@@ -24,6 +24,7 @@ def test_bench_transfer_with_numbers_as_long_as_they_get() -> None:
         first_slice_ms=1_234.56,
         first_slice_worst_ms=12_345.67,
         last_slice_ms=12_345.68,
+        engine_ms_per_gib=0.5,
         server_cores=12.34,
         server_cpu_s_per_gib=1.5,
         store_gbps=444.44,

@@ -161,7 +161,7 @@ def assert_everything_is_given_back(engine: Engine) -> None:
     assert client.quarantined == 0
     if client._link is not None and (transfers := client._link.transfers) is not None:
         engine.step_until(lambda: transfers.is_idle)
-        assert len(transfers._free_slots) == client._link.board.slots
+        assert len(transfers._free_slots) == transfers.slots
 
 
 def populate(engine: Engine, prompt: Sequence[int]) -> None:
