@@ -30,7 +30,7 @@ from lamina.board import Board
 from lamina.client.connection import Connection
 from lamina.devices.base import EngineMemory
 from lamina.devices.host import NAME, HostMemory, HostServerDevice, HostWorkerDevice
-from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
+from lamina.geometry import Allocation, Geometry, Group, Layer, PageMap, PlanePages
 from lamina.linux import Peer
 from lamina.protocol import Region
 from lamina.server.main import Server
@@ -60,7 +60,7 @@ class Engine:
         self.board = Board.create(1)
         self.connection = Connection(socket, self.board)
         self.pages = np.zeros(STORE_CHUNKS * PAGE_BYTES, np.uint8)
-        address = self.pages.ctypes.data
+        allocation = Allocation(self.pages.ctypes.data, self.pages.nbytes)
         self._device = HostWorkerDevice()
         self._device.admit(self.connection.server)
         self.ask(protocol.Hello, "engine", "benchmark")
@@ -69,7 +69,7 @@ class Engine:
             NAME,
             GEOMETRY,
             PageMap((STORE_CHUNKS,), ((PlanePages(0, 0, PAGE_BYTES),),)),
-            tuple(self._device.export(address, self.pages.nbytes) for _ in range(regions)),
+            tuple(self._device.export(allocation) for _ in range(regions)),
         )
 
     def ask(self, request: type[protocol.Message], *fields: Any) -> Any:
