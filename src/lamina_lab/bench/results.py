@@ -39,8 +39,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     first_slice_ms: float
     first_slice_worst_ms: float
     last_slice_ms: float
-    engine_ms_per_gib: float
-    """What beginning a retrieve takes of the engine's thread."""
+    engine_ms_per_gib: float | None = None
+    """What beginning a retrieve takes of the engine's thread; None where nobody measured it."""
     server_cores: float
     server_cpu_s_per_gib: float
     store_gbps: float
