@@ -22,7 +22,10 @@ CHUNKS = 6
 MEMORY_CHUNKS = 20
 PATHS: tuple[DataPath, ...] = ("direct", "ring")
 SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

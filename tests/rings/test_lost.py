@@ -72,7 +72,7 @@ def test_a_connection_is_lost_in_a_retrieve(server: ServerThread, worker: RingWo
     server.device.retrieves.wait_until_held()
     lose_while_held(server, worker)
     assert retrieve.outcome is TransferStatus.SERVER_DIED
-    assert retrieve.is_over
+    eventually(lambda: retrieve.is_over)
     assert not worker.client.is_usable
     assert worker.client.lookup("miss", keys).result is not None
     assert server.gauges()["sessions"] == 1  # the new one, which has registered nothing

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -19,6 +19,8 @@ from lamina_lab.known.content import equal_layers
 from tests.rings.geometries import geometries, least_ring
 
 ALIGNMENT_BYTES = 256
+
+SETTINGS = settings(derandomize=True, deadline=None)
 
 
 class Case(NamedTuple):
@@ -48,6 +50,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@SETTINGS
 @given(cases())
 def test_every_layer_of_every_chunk_is_in_exactly_one_record(case: Case) -> None:
     held = [
@@ -60,6 +63,7 @@ def test_every_layer_of_every_chunk_is_in_exactly_one_record(case: Case) -> None
     assert sorted(held) == [(layer, chunk) for layer in layers for chunk in range(case.chunks)]
 
 
+@SETTINGS
 @given(cases())
 def test_records_move_in_the_order_of_slices(case: Case) -> None:
     """Of two records, the later one has later layers, or later chunks of the same."""
@@ -70,6 +74,7 @@ def test_records_move_in_the_order_of_slices(case: Case) -> None:
         assert after.first_chunk == (before.end_chunk if same_layers else 0)
 
 
+@SETTINGS
 @given(cases())
 def test_a_record_takes_at_most_a_quarter_of_its_ring(case: Case) -> None:
     for shape in case.cut:
@@ -78,6 +83,7 @@ def test_a_record_takes_at_most_a_quarter_of_its_ring(case: Case) -> None:
         assert shape.nbytes == shape.chunks * shape.chunk_stride_bytes
 
 
+@SETTINGS
 @given(cases())
 def test_small_slices_are_joined_and_others_end_with_their_records(case: Case) -> None:
     """A record has layers of two slices only where the first of them, with all that is joined to
@@ -118,6 +124,7 @@ def test_slices_larger_than_needed_are_not_joined() -> None:
     assert len(shapes(geometry, geometry.slices(2), 1, records.RETRIEVE_RING_BYTES)) == 4
 
 
+@SETTINGS
 @given(cases())
 def test_a_slice_is_there_with_its_last_record(case: Case) -> None:
     cut, lasts = case.cut, last_records(case.cut, case.slices)
@@ -142,6 +149,7 @@ def check_positions(
     return start
 
 
+@SETTINGS
 @given(cases(), st.integers(0, 1 << 40), st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_positions_only_grow_and_never_wrap(
     case: Case, position: int, number: int, transfers: int
@@ -156,6 +164,7 @@ def test_positions_only_grow_and_never_wrap(
         number = (span.last_number + 1) % 2**32
 
 
+@SETTINGS
 @given(cases())
 def test_both_sides_cut_alike(case: Case) -> None:
     """The server has the geometry from the wire, and never names its layers."""
@@ -168,6 +177,7 @@ def test_both_sides_cut_alike(case: Case) -> None:
     assert shapes.__wrapped__(geometry, slices, case.chunks, case.ring_bytes) == case.cut
 
 
+@SETTINGS
 @given(geometries(), st.integers(1, 5))
 def test_a_ring_that_is_too_small_for_a_layer_of_a_chunk_is_refused(
     geometry: Geometry, chunks: int
@@ -180,6 +190,7 @@ def test_a_ring_that_is_too_small_for_a_layer_of_a_chunk_is_refused(
             shapes(geometry, slices, chunks, least - 1)
 
 
+@SETTINGS
 @given(geometries(), st.sampled_from([1, 2, 4]))
 def test_rings_are_as_large_as_layers_need(geometry: Geometry, part: int) -> None:
     for nbytes in ring_bytes(geometry, part):

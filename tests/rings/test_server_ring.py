@@ -55,7 +55,7 @@ class NoMemory:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=60)
 def test_a_record_has_room_once_what_lies_there_is_placed(rng: random.Random) -> None:
     """Also after transfers that the server has refused, which took numbers and positions."""
     board = Board.create(8)
