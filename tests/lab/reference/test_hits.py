@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lamina.client import AutoPolicy, FixedPolicy, ReleasePolicy, WholePolicy
+from lamina.server.index import Chunk
 from lamina_lab.reference.request import State
 from tests.lab.reference.engines import (
     BLOCK,
@@ -49,9 +50,14 @@ def stored_pages(cache_server: ServerThread) -> Callable[[int, int], int]:
     keys = list(request.prefix._chain.keys)
     engine.serve(request)
     engine.step_until_drained()
+
+    def found() -> list[Chunk]:
+        return cache_server.on_loop(lambda: cache_server.server.index.find(keys))
+
+    # With rings only some time after the engine has its blocks again.
+    engine.step_until(lambda: len(found()) == CHUNKS)
     engine.close()
-    chunks = cache_server.on_loop(lambda: cache_server.server.index.find(keys))
-    assert len(chunks) == CHUNKS
+    chunks = found()
     per_chunk = CHUNK // BLOCK
 
     def address(layer: int, block: int) -> int:
