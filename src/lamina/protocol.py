@@ -116,13 +116,14 @@ class Found(Message, frozen=True):
 
 class RingPlace(msgspec.Struct, frozen=True, array_like=True):
     """Where in its ring a transfer of so many `tokens` begins: the number of its first record, and
-    the position from which its `records` are laid out. Neither is below the end of the transfer
-    before. How many records there are both sides compute; it is told so that they cannot differ."""
+    the position from which its records are laid out. Neither is below the end of the transfer
+    before. How it is `cut` into records both sides compute; a fingerprint is told, so that they
+    cannot differ unnoticed."""
 
     tokens: int
     number: int
     position: int
-    records: int
+    cut: int
 
 
 class Retrieve(Message, frozen=True):

@@ -12,9 +12,12 @@ ring's size and never wraps.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from lamina.errors import GeometryError
 from lamina.geometry import Geometry, Slice
@@ -107,6 +110,11 @@ def shapes(
                 for chunk in range(0, chunks, step)
             )
     return tuple(found)
+
+
+def fingerprint(cut: Sequence[Shape]) -> int:
+    """32 bits that differ where a transfer is cut otherwise: CRC-32 of its shapes."""
+    return zlib.crc32(np.asarray(cut, "<i8").tobytes())
 
 
 def lay_out(cut: Sequence[Shape], first_number: int, position: int, ring_bytes: int) -> Span:

@@ -15,7 +15,7 @@ from lamina.client import Retrieve
 from lamina.devices.base import EngineMemory
 from lamina.errors import RequestRefusedError
 from lamina.protocol import RingPlace
-from lamina.records import Shape, shapes
+from lamina.records import Shape, fingerprint, shapes
 from lamina.server import lane
 from lamina.server.fair_queue import FairQueue
 from lamina.server.routes import RecordRows, RetrieveRoute, Ring
@@ -65,7 +65,7 @@ def test_a_record_has_room_once_what_lies_there_is_placed(rng: random.Random) ->
     for _ in range(40):
         number, position = number + rng.choice([0, 0, 3]), position + rng.choice([0, 0, 700])
         cut = [Shape(0, 1, 0, 1, rng.randint(1, RING_BYTES // 4)) for _ in range(rng.randint(1, 6))]
-        span = ring.join(cut, RingPlace(1, number, position, len(cut)))
+        span = ring.join(cut, RingPlace(1, number, position, fingerprint(cut)))
         number, position = span.last_number + 1, span.end_position
         for index, shape in enumerate(cut):
             begin = span.positions[index] % RING_BYTES
@@ -88,11 +88,23 @@ def test_a_record_has_room_once_what_lies_there_is_placed(rng: random.Random) ->
 )
 def test_a_transfer_that_reaches_back_is_refused(board: Board, number: int, position: int) -> None:
     ring = Ring(0, RING_BYTES, board)
-    span = ring.join([Shape(0, 1, 0, 1, 100)] * 2, RingPlace(1, 7, 1024, 2))
+    cut = [Shape(0, 1, 0, 1, 100)] * 2
+    same = fingerprint(cut)
+    span = ring.join(cut, RingPlace(1, 7, 1024, same))
     assert (span.last_number, span.end_position) == (8, 1380)
     with pytest.raises(RequestRefusedError, match="the next is 9 at 1380"):
-        ring.join(span.shapes, RingPlace(1, number, position, 2))
-    ring.join(span.shapes, RingPlace(1, 9, 1380, 2))
+        ring.join(cut, RingPlace(1, number, position, same))
+    ring.join(cut, RingPlace(1, 9, 1380, same))
+
+
+def test_a_transfer_that_its_engine_cuts_otherwise_is_refused(board: Board) -> None:
+    """Also into as many records: the two sides would place other bytes than were filled."""
+    ring = Ring(0, RING_BYTES, board)
+    cut = [Shape(0, 3, 0, 1, 300), Shape(3, 4, 0, 1, 100)]
+    theirs = fingerprint([Shape(0, 2, 0, 1, 200), Shape(2, 4, 0, 1, 200)])
+    with pytest.raises(RequestRefusedError, match="cuts a transfer otherwise"):
+        ring.join(cut, RingPlace(1, 1, 0, theirs))
+    assert ring.join(cut, RingPlace(1, 1, 0, fingerprint(cut))).first_number == 1
 
 
 class PlacedMeanwhile(RetrieveRoute):
@@ -111,7 +123,8 @@ def test_no_retrieve_of_a_ring_overtakes_another(board: Board) -> None:
     ring = Ring(0, RING_BYTES, board)
     cut = [Shape(0, 1, 0, 1, 1024)] * 4
     full, first, second = (
-        ring.join(cut, RingPlace(1, 4 * index + 1, 4096 * index, 4)) for index in range(3)
+        ring.join(cut, RingPlace(1, 4 * index + 1, 4096 * index, fingerprint(cut)))
+        for index in range(3)
     )
     for index in range(4):
         ring.note_filled(full, index)
@@ -134,7 +147,10 @@ def test_a_cancelled_retrieve_need_not_wait_for_those_before_it(board: Board) ->
     """It copies nothing."""
     ring = Ring(0, RING_BYTES, board)
     cut = [Shape(0, 1, 0, 1, 1024)] * 4
-    spans = [ring.join(cut, RingPlace(1, 4 * index + 1, 4096 * index, 4)) for index in range(3)]
+    spans = [
+        ring.join(cut, RingPlace(1, 4 * index + 1, 4096 * index, fingerprint(cut)))
+        for index in range(3)
+    ]
     for index in range(4):
         ring.note_filled(spans[0], index)
     memory: EngineMemory = NoMemory()

@@ -20,7 +20,7 @@ from lamina.client.store import RingStore
 from lamina.devices.base import EngineRings
 from lamina.geometry import BlockIds, Geometry, Slice
 from lamina.protocol import RingPlace
-from lamina.records import Shape, Span, lay_out, shapes
+from lamina.records import Shape, Span, fingerprint, lay_out, shapes
 
 
 class _Numbers:
@@ -35,7 +35,7 @@ class _Numbers:
         return lay_out(cut, self.number, self.position, self.nbytes)
 
     def place(self, tokens: int, span: Span) -> RingPlace:
-        return RingPlace(tokens, self.number, self.position, len(span.shapes))
+        return RingPlace(tokens, self.number, self.position, fingerprint(span.shapes))
 
     def take(self, span: Span) -> None:
         self.number = (span.last_number + 1) & 0xFFFF_FFFF

@@ -18,7 +18,7 @@ from lamina.copies import CopyList, CopyPlan, batches
 from lamina.errors import refuse
 from lamina.geometry import Geometry, Int64Array, Slice
 from lamina.protocol import RingPlace
-from lamina.records import MAX_POSITION, Shape, Span, lay_out
+from lamina.records import MAX_POSITION, Shape, Span, fingerprint, lay_out
 
 
 class Announcement(NamedTuple):
@@ -108,9 +108,9 @@ class Ring:
                 f"{self._next_number} at {self._end_position}",
                 "Number the records of a ring in the order of their transfers",
             )
-        if len(cut) != place.records:
+        if fingerprint(cut) != place.cut:
             raise refuse(
-                f"a transfer has {place.records} records at its engine, {len(cut)} here",
+                f"the engine cuts a transfer otherwise than into the {len(cut)} records here",
                 "Run the same Lamina version in the engine and in the server",
             )
 
