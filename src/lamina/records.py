@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamina.errors import GeometryError
-from lamina.geometry import Geometry, Slice
+from lamina.geometry import BlockIds, Geometry, Slice
 
 RETRIEVE_RING_BYTES = 96 << 20
 STORE_RING_BYTES = 32 << 20
@@ -50,6 +50,14 @@ class Shape(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.chunks * self.chunk_stride_bytes
+
+    def blocks_of(self, geometry: Geometry, block_ids: Sequence[BlockIds]) -> list[BlockIds]:
+        """Its own of a transfer's block ids, which are of whole chunks, an array a group."""
+        found = []
+        for group, ids in enumerate(block_ids):
+            blocks = geometry.blocks_per_chunk(group)
+            found.append(ids[self.first_chunk * blocks : self.end_chunk * blocks])
+        return found
 
 
 class Span(NamedTuple):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
 
 from lamina.devices.cuda_driver import call
+from lamina.devices.cuda_launch import allocate, free
+
+__all__ = ["allocate", "fill", "free", "memory_info", "read", "write"]
 
 
 def memory_info() -> tuple[int, int]:
@@ -12,17 +15,6 @@ def memory_info() -> tuple[int, int]:
     free, total = c_size_t(), c_size_t()
     call("cuMemGetInfo_v2", byref(free), byref(total))
     return free.value, total.value
-
-
-def allocate(nbytes: int) -> int:
-    """Device memory."""
-    pointer = c_uint64()
-    call("cuMemAlloc_v2", byref(pointer), c_size_t(nbytes))
-    return pointer.value
-
-
-def free(pointer: int) -> None:
-    call("cuMemFree_v2", c_uint64(pointer))
 
 
 def fill(pointer: int, byte: int, nbytes: int) -> None:

@@ -119,9 +119,7 @@ class Rings:
 
     def is_gathered(self, store: RingStore) -> bool:
         """Whether its pages have been read, all of them."""
-        return store.enqueued == len(store.span.shapes) and reached(
-            self._board.landed(GATHERED), store.span.last_number
-        )
+        return store.enqueued == len(store.span.shapes) and self.is_read(store)
 
     def is_read(self, store: RingStore) -> bool:
         """Whether nothing that is enqueued reads its pages any more; more of it may follow."""
@@ -133,10 +131,7 @@ class Rings:
         index = store.enqueued
         shape, position = store.span.shapes[index], store.span.positions[index]
         number = store.span.number(index)
-        ids = []
-        for group, all_ids in enumerate(store.block_ids):
-            blocks = self._geometry.blocks_per_chunk(group)
-            ids.append(all_ids[shape.first_chunk * blocks : shape.end_chunk * blocks])
+        ids = shape.blocks_of(self._geometry, store.block_ids)
         after = store.event if index == 0 else None
         self._device.gather(self._board, number, shape, position, ids, after)
         store.enqueued += 1

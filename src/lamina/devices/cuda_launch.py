@@ -1,7 +1,7 @@
 """Launching on an engine's side streams, cheaply: structures that are made once and filled in.
 
 A record costs its engine's thread one batched memory operation and one launch; through `ctypes`
-each is 1 to 3 us, as long as no argument has to be converted.
+each took 4 to 7 us on an H200's host, where no argument has to be converted.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class HostRings:
             enqueue(after)
         for index, shape in enumerate(span.shapes):
             enqueue(_waits(board, slot, base + index + 1))
-            ids = self._ids_of(shape, block_ids)
+            ids = shape.blocks_of(self._geometry, block_ids)
             enqueue(self._moves(self.load, span.positions[index], shape, ids, places=True))
             enqueue(_counts(board, PLACED, span.number(index)))
 
@@ -180,13 +180,6 @@ class HostRings:
         _kept.append(self._maps)
         self.place_stream.close()
         self.gather_stream.close()
-
-    def _ids_of(self, shape: Shape, block_ids: Sequence[BlockIds]) -> list[BlockIds]:
-        found = []
-        for group, ids in enumerate(block_ids):
-            blocks = self._geometry.blocks_per_chunk(group)
-            found.append(ids[shape.first_chunk * blocks : shape.end_chunk * blocks])
-        return found
 
     def _moves(
         self, ring: _Bytes, position: int, shape: Shape, ids: Sequence[BlockIds], *, places: bool
