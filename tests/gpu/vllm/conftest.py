@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.vllm.engine import ON_GPU, Configuration, GpuEngine, ValvedServer, modes
+from tests.gpu.vllm.valved_server import split_records
 from tests.vllm.engine import ENVIRONMENT
 
 MODES = list(modes(1))
@@ -56,6 +57,7 @@ def configuration() -> Configuration:
 @pytest.fixture(scope="session")
 def the_server(configuration: Configuration) -> Iterator[ValvedServer]:
     with tempfile.TemporaryDirectory(prefix="lamina-") as directory:
+        split_records()
         socket = Path(directory) / "run" / "lamina.sock"
         server = ValvedServer(socket, "cuda" if configuration.on_gpu else "host")
         yield server

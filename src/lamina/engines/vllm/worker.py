@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,14 @@ _MOST_UNACCOUNTED = 64
 """Retrieves that have landed and of which the server's account is awaited. It may never come."""
 
 
+class _Look(NamedTuple):
+    """One moment of a retrieve that goes on meanwhile, so that all decisions of a step agree."""
+
+    is_over: bool
+    is_released: bool
+    outcome: TransferStatus | None
+
+
 @dataclass(eq=False)
 class _Retrieving:
     """A retrieve on its way. Without a `gate` it never began: there is no server."""
@@ -56,13 +64,12 @@ class _Retrieving:
     state: TransferState
     give_up_at_s: float | None = None
 
-    @property
-    def outcome(self) -> TransferStatus | None:
-        return TransferStatus.SERVER_DIED if self.gate is None else self.gate.retrieve.outcome
-
-    @property
-    def is_over(self) -> bool:
-        return self.gate is None or self.gate.retrieve.is_over
+    def look(self) -> _Look:
+        if self.gate is None:
+            return _Look(is_over=True, is_released=True, outcome=TransferStatus.SERVER_DIED)
+        # In this order: what is over or released by failing says so with its outcome too.
+        is_over, is_released = self.gate.retrieve.is_over, self.gate.is_released
+        return _Look(is_over, is_released, self.gate.retrieve.outcome)
 
 
 class WorkerSide:
@@ -148,16 +155,18 @@ class WorkerSide:
         released: set[str] = set()
         report = StepReport()
         for number, retrieving in list(self._retrieves.items()):
+            look = retrieving.look()
             if retrieving.state is TransferState.WAITING:
-                self._try_release(number, retrieving, released, report)
-            if retrieving.state is TransferState.RELEASED and retrieving.outcome:
+                self._try_release(number, retrieving, look, released, report)
+            if retrieving.state is TransferState.RELEASED and look.outcome:
                 retrieving.state = TransferState.FAILED
                 report.states[number, TransferState.FAILED] = 1
                 self.invalid_blocks.update(retrieving.spec.blocks)
-            if retrieving.state is not TransferState.WAITING and retrieving.is_over:
+            if retrieving.state is not TransferState.WAITING and look.is_over:
                 report.states[number, TransferState.OVER] = 1
                 del self._retrieves[number]
-                self._count_end(retrieving)
+                if not look.outcome:
+                    self._count_end(retrieving)
         over = [number for number, store in self._stores.items() if store.is_over]
         for number in over:
             del self._stores[number]
@@ -228,22 +237,26 @@ class WorkerSide:
                 self.invalid_blocks.update(retrieving.spec.blocks)
 
     def _try_release(
-        self, number: int, retrieving: _Retrieving, released: set[str], report: StepReport
+        self,
+        number: int,
+        retrieving: _Retrieving,
+        look: _Look,
+        released: set[str],
+        report: StepReport,
     ) -> None:
         """Release a waiting request once its first slices are in, or its retrieve has failed."""
-        if not retrieving.outcome:
-            assert retrieving.gate is not None
-            if not retrieving.gate.is_released:
-                return
+        if not look.is_released:
+            return
+        if not look.outcome:
             retrieving.state = TransferState.RELEASED
             self.counts.release_s += time.monotonic() - retrieving.began_s
             self.counts.releases += 1
-        elif retrieving.is_over or self._recomputes_elsewhere:
+        elif look.is_over or self._recomputes_elsewhere:
             retrieving.state = TransferState.RECOMPUTED  # its blocks are nobody's to read
             report.states[number, TransferState.RECOMPUTED] = 1
-            self._cancel(retrieving)
+            self._cancel(retrieving, look)
         elif retrieving.give_up_at_s is None:
-            self._cancel(retrieving)
+            self._cancel(retrieving, look)
             retrieving.give_up_at_s = time.monotonic() + ACKNOWLEDGE_S
             return
         elif time.monotonic() < retrieving.give_up_at_s:
@@ -252,14 +265,13 @@ class WorkerSide:
             retrieving.state = TransferState.RELEASED  # and failed at once
         released.add(retrieving.spec.request)
 
-    def _cancel(self, retrieving: _Retrieving) -> None:
-        if retrieving.gate is not None and not retrieving.is_over:
+    def _cancel(self, retrieving: _Retrieving, look: _Look) -> None:
+        if retrieving.gate is not None and not look.is_over:
             self.client.cancel(retrieving.gate.retrieve)
 
     def _count_end(self, retrieving: _Retrieving) -> None:
-        if not retrieving.outcome:
-            self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes
-            self._unaccounted.append(retrieving)
+        self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes
+        self._unaccounted.append(retrieving)
 
     def _take_accounts(self) -> list[Account]:
         """What the server has told since the last time about retrieves that are over."""
