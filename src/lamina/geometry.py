@@ -121,6 +121,12 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return -(-int(self.layer_offsets[-1]) // self.chunk_tokens)
 
     @cached_property
+    def mean_page_bytes(self) -> float:
+        """Over all pages of a chunk."""
+        pages = sum(layer.planes * self.blocks_per_chunk(layer.group) for layer in self.layers)
+        return int(self.layer_offsets[-1]) / pages
+
+    @cached_property
     def step_tokens(self) -> int:
         """The least common multiple of the block sizes: transfers start and end on it."""
         return math.lcm(*(group.block_tokens for group in self.groups))

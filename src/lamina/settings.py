@@ -142,8 +142,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_every_ms: int = 500
     data_path: DataPath = AUTO
     """How KV moves: `direct`, the server copies into the engine's pages; `ring`, it fills a ring in
-    the engine's memory, whose device places its own pages: for small pages, on trial. `AUTO` is
-    `direct`."""
+    the engine's memory, whose device places its own pages. `AUTO` takes rings on a GPU with pages
+    below 32 KiB in the mean, where it has room for them."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

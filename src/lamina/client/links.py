@@ -23,6 +23,7 @@ from lamina.client.watchdog import Watchdog
 from lamina.client.workers import Workers
 from lamina.devices.base import EngineRings, WorkerDevice
 from lamina.errors import (
+    DeviceError,
     LaminaError,
     RequestRefusedError,
     ServerUnavailableError,
@@ -125,10 +126,15 @@ class Links:
     ) -> tuple[tuple[Region, ...], EngineRings | None]:
         """The KV itself, or rings (`data_path`). Raises `DeviceError`."""
         path = self.settings.data_path
-        if path == "direct" or (path == AUTO and not self.device.prefers_rings(geometry)):
-            return tuple(map(self.device.export, places)), None
-        rings = self.device.rings(geometry, page_map, places)
-        return rings.regions, rings
+        if path == "ring" or (path == AUTO and self.device.prefers_rings(geometry)):
+            try:
+                rings = self.device.rings(geometry, page_map, places)
+                return rings.regions, rings
+            except DeviceError as error:
+                if path != AUTO:
+                    raise
+                self._notices.no_rings(error)
+        return tuple(map(self.device.export, places)), None
 
     def connect(self) -> None:
         """Wait until the server takes us, at most `connect_timeout_ms`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lamina import protocol
-from lamina.errors import ErrorCode
+from lamina.errors import DeviceError, ErrorCode
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,10 @@ class Notices:
         if trouble != self._last_trouble:
             log.warning("%s goes on without a cache: %s", self._label, trouble)
         self._last_trouble = trouble
+
+    def no_rings(self, error: DeviceError) -> None:
+        """What would be faster cannot be had."""
+        log.warning("%s has its small pages copied one by one: %s", self._label, error)
 
     def no_trouble(self) -> None:
         """The cache is there."""

@@ -29,6 +29,7 @@ from lamina.linux import Peer
 from lamina.protocol import Region
 
 log = logging.getLogger(__name__)
+_SMALL_PAGE_BYTES = 32 << 10
 _thread = threading.local()  # which context is current on a thread, of all GPUs' devices
 
 
@@ -45,10 +46,12 @@ class CudaWorkerDevice:
         self._boards: dict[Board, int] = {}
 
     def prefers_rings(self, geometry: Geometry) -> bool:
-        """Not yet: they win with pages below 64 KiB (0.87 to 0.97 of an H200's link, where direct
-        copies reach 0.05 with 4 KiB and 0.7 to 0.85 with 32 KiB), and lose beside long kernels (0.3
-        to 0.9). But what direct copies have passed on a GPU, rings have not, all of it."""
-        return False
+        """Below 32 KiB a page: there direct copies reach 0.05 (4 KiB) to 0.5 of an H200's link, and
+        rings 0.87 to 0.97. Above, direct copies are no slower, and need nothing of a GPU that long
+        kernels keep busy. Not where all streams share one queue: all would wait for a record."""
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            return False
+        return geometry.mean_page_bytes < _SMALL_PAGE_BYTES
 
     def rings(
         self, geometry: Geometry, page_map: PageMap, allocations: Sequence[Allocation]

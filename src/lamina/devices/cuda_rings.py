@@ -138,13 +138,13 @@ class CudaRings:
     ) -> None:
         self._boards = boards
         self._geometry = geometry
+        module = launch.module_of(image_for(*launch.compute_capability(driver.current_device())))
         load, store = _allocate(geometry)
         self._retrieve, self._retrieve_bytes = load
         self._stored, self._store_bytes = store
         self.regions = export(load), export(store)
         planes, width = _plane_table(geometry, page_map, allocations)
         self._planes_at = launch.allocate(planes.nbytes)
-        module = launch.module_of(image_for(*launch.compute_capability(driver.current_device())))
         self._place = _Side(module, launch.function(module, f"place_{width}"))
         self._gather = _Side(module, launch.function(module, f"gather_{width}"))
         stream = self._place.stream

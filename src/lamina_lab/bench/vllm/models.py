@@ -130,6 +130,23 @@ MODELS = {
         workload=Workload(),
         chat=Chat(),
     ),
+    # What one of 8 ranks computes of Llama-3.1-70B: pages of 8 KiB, 80 layers.
+    "llama-3.1-70b-rank": Model(
+        hidden=8192,
+        layers=80,
+        heads=8,
+        kv_heads=1,
+        head_dim=128,
+        mlp=3584,
+        dtype="bfloat16",
+        block_tokens=16,
+        chunk_tokens=256,
+        gpu_blocks=24_000,
+        max_tokens=16_384,
+        arena_bytes=16 << 30,
+        workload=Workload(vocabulary=16_032),
+        chat=Chat(vocabulary=16_032),
+    ),
     "small": _SMALL,
     "small-mla": msgspec.structs.replace(
         _SMALL,
