@@ -18,7 +18,7 @@ from lamina.errors import ErrorCode
 from lamina.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
-LAYOUTS = {5: "05cfc4b0e739fb79", 6: "b2ff694b03a7a98a"}
+LAYOUTS = {5: "05cfc4b0e739fb79", 6: "b2ff694b03a7a98a", 7: "dafb09cb9af50b2a"}
 """By protocol version, a digest of all messages' fields and types. One that has changed means
 another `protocol.VERSION`, unless no release has had this one: then write the new digest here."""
 

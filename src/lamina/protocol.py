@@ -20,10 +20,11 @@ import numpy as np
 
 from lamina.errors import ErrorCode, LaminaError, UsageError
 from lamina.geometry import BlockIds, Geometry, PageMap
+from lamina.shards import WHOLE, Shard
 
 _Message = TypeVar("_Message")
 
-VERSION = 6
+VERSION = 7
 MAGIC = b"LMNA"
 _PREFACE = struct.Struct("<4sI")
 _FRAME = struct.Struct("<I")
@@ -72,7 +73,8 @@ class Register(Message, frozen=True):
     Without a `page_map` the two `regions` are a ring for retrieves and one for stores (`records`),
     which is all that the server sees of the worker's memory; three slots of the board count their
     records then (`board.PLACED`, `GATHERED`, `DRAINED`). `description` is for the engine's other
-    processes (`Workers`); the server does not look into it.
+    processes (`Workers`); the server does not look into it. Of an engine with several workers,
+    each keeps a `shard` of every chunk; nothing moves before all shards have registered.
     """
 
     device: str
@@ -80,6 +82,7 @@ class Register(Message, frozen=True):
     page_map: PageMap | None
     regions: tuple[Region, ...]
     description: bytes = b""
+    shard: Shard = WHOLE
 
 
 class Registered(Message, frozen=True):

@@ -21,6 +21,7 @@ from lamina.errors import DeviceError, ErrorCode
 from lamina.geometry import Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import ClientSettings
+from lamina.shards import Shard
 
 BOARD_SLOTS = 1024
 """Retrieves in flight or not yet acknowledged per connection; more wait as misses."""
@@ -36,12 +37,13 @@ class Memory:
     page_map: PageMap
     regions: tuple[Region, ...]
     description: bytes
+    shard: Shard
     rings: EngineRings | None = None
 
     def to_message(self, number: int, device: str) -> protocol.Register:
         page_map = self.page_map if self.rings is None else None
         return protocol.Register(
-            number, device, self.geometry, page_map, self.regions, self.description
+            number, device, self.geometry, page_map, self.regions, self.description, self.shard
         )
 
 

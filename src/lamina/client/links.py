@@ -33,6 +33,7 @@ from lamina.errors import (
 from lamina.geometry import Allocation, Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import AUTO, ClientSettings
+from lamina.shards import WHOLE, Shard
 
 _Self = TypeVar("_Self", bound="Links")
 _PATIENCE_S = 0.01
@@ -92,13 +93,15 @@ class Links:
         page_map: PageMap,
         allocations: Iterable[Allocation],
         description: bytes = b"",
+        shard: Shard = WHOLE,
     ) -> None:
         """Say what the engine's KV is and where it lies; before the first `connect` or `poll`.
 
         `allocations` are what the regions of the page map are in this process. The server copies
         into them, or else into rings that are made here (`data_path`): nothing may be running on
         the device then that must not be waited for. `description`, at most 4096 bytes, is what the
-        engine's other processes get to know of this worker (`workers`). Raises `GeometryError`,
+        engine's other processes get to know of this worker (`workers`). Where several workers keep
+        the engine's KV, `shard` says which part is this one's. Raises `GeometryError`,
         `DeviceError` or `SettingsError` when it cannot be served, `UsageError` once there is a
         connection or memory was registered before.
         """
@@ -117,7 +120,7 @@ class Links:
                 f"Use 1 to {layers}, or false for whole transfers",
             )
         regions, rings = self._shown_to_server(geometry, page_map, places)
-        memory = Memory(geometry, page_map, regions, description, rings)
+        memory = Memory(geometry, page_map, regions, description, shard, rings)
         protocol.check(memory.to_message(0, self.device.name))
         self._memory = memory
 
