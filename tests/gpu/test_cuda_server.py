@@ -84,10 +84,16 @@ def test_a_thousand_retrieves_with_random_cancels_leave_no_late_byte(worker: Gpu
         worker.expect(target, POISON)
 
 
-def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck() -> None:
+PATHS = pytest.mark.parametrize("data_path", ["direct", "ring"])
+
+
+@PATHS
+def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck(
+    data_path: str,
+) -> None:
     """The watchdog makes no CUDA call: it works while this thread is inside one."""
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
-        worker = GpuWorker(socket)
+        worker = GpuWorker(socket, data_path=data_path)
         os.kill(server.pid, signal.SIGSTOP)  # nothing will land
         retrieve = worker.begin_leased("stuck", 1, TARGET)
         stream = driver.create_stream()
@@ -103,9 +109,10 @@ def test_waits_end_when_the_server_is_killed_while_the_launching_thread_is_stuck
         worker.client.close()
 
 
-def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
+@PATHS
+def test_waits_end_at_the_deadline_when_the_server_is_stopped(data_path: str) -> None:
     with private_socket() as socket, server_process(socket, "--arena", "1GiB") as server:
-        worker = GpuWorker(socket, retrieve_timeout_ms=300)
+        worker = GpuWorker(socket, retrieve_timeout_ms=300, data_path=data_path)
         os.kill(server.pid, signal.SIGSTOP)
         retrieve = worker.begin_leased("stuck", 1, TARGET)
         stream = driver.create_stream()
@@ -113,10 +120,14 @@ def test_waits_end_at_the_deadline_when_the_server_is_stopped() -> None:
         gates.before_all()
         driver.synchronize(stream)
         assert [r.outcome for r in gates.settle()] == [TransferStatus.TIMED_OUT]
-        assert not retrieve.is_over, "the server may still write: its pages stay quarantined"
-        assert worker.client.quarantined == 1
+        if data_path == "direct":
+            assert not retrieve.is_over, "the server may still write: its pages stay quarantined"
+            assert worker.client.quarantined == 1
+        else:
+            worker.wait(lambda: retrieve.is_over)  # only this GPU writes its pages
         os.kill(server.pid, signal.SIGCONT)
-        worker.wait(lambda: retrieve.is_over)
+        worker.wait(lambda: retrieve.is_acknowledged)
+        worker.check_hit("once more", worker.keys, TARGET)
         worker.client.close()
 
 
