@@ -72,11 +72,9 @@ class ChunkLayout:
         self.chunk_bytes = sum(sizes)
         self.all_columns = (1 << len(sizes)) - 1
         """A bit a column."""
-        self.digest = digest_of(geometries)
+        self.digest = digest_of([geometry.digest for geometry in geometries])
 
 
-def digest_of(geometries: Sequence[Geometry]) -> bytes:
-    """Names what an engine's chunks are, all shards together: 32 bytes."""
-    if len(geometries) == 1:
-        return geometries[0].digest
-    return hashlib.sha256(b"".join(geometry.digest for geometry in geometries)).digest()
+def digest_of(digests: Sequence[bytes]) -> bytes:
+    """Names what an engine's chunks are, by the digests of all shards' geometries: 32 bytes."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()

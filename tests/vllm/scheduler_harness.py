@@ -9,6 +9,7 @@ samples `WRONG`, which must never come out."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lamina.engines.vllm.connector import LaminaConnector
 from lamina.engines.vllm.messages import StepMetadata
 from lamina.engines.vllm.scheduler import SchedulerSide
+from lamina.shards import Shard
 from tests.vllm.scheduler_config import NAMES, engine_config, kv_config
 from tests.vllm.scripted_client import BLOCK, LAYERS, ScriptedClient, Text, ToyModel
 
@@ -41,6 +44,8 @@ HAS_SYNC_FLAG = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
 """From 0.32 on vLLM calls `start_load_kv` before the forward only if this is set."""
 HANDS_OVER_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 """From 0.32 on a request that waits can be given other blocks."""
+RANKS = int(os.environ.get("LAMINA_TEST_RANKS", "1"))
+"""Of an engine, unless a test says how many it has."""
 WRONG = 1
 PATIENCE = 1_000
 
@@ -73,12 +78,19 @@ class Rig:
         policy: str = "fail",
         step_tokens: int = 512,
         settings: dict[str, Any] | None = None,
+        ranks: int = RANKS,
     ) -> None:
         self.blocks = blocks
         self.model = ToyModel()
-        self.memory = np.zeros((LAYERS, blocks * BLOCK), np.int64)
-        self.client = ScriptedClient(self.model, self.memory, self._check_target)
+        self.clients: list[ScriptedClient] = []
+        for _ in range(ranks):
+            kv = np.zeros((LAYERS, blocks * BLOCK), np.int64)
+            first = self.clients[0] if self.clients else None
+            self.clients.append(ScriptedClient(self.model, kv, self._check_target, first))
+        self.client = self.clients[0]
+        self.memory = self.client.memory
         config = engine_config(mode != "sync", blocks, policy, step_tokens, settings or {})
+        config.parallel_config.world_size = ranks
         memory = kv_config(blocks)
         scheduler_class = config.scheduler_config.get_scheduler_cls()
         module = "lamina.engines.vllm.connector"
@@ -95,11 +107,22 @@ class Rig:
                 structured_output_manager=StructuredOutputManager(config),
                 log_stats=True,
             )
-            self.worker = LaminaConnector(config, KVConnectorRole.WORKER, memory)
             # Whatever vLLM's attention is, its class is what is looked at.
             layers = {name: Attention.__new__(Attention) for name in NAMES}
             config.compilation_config.static_forward_context.update(layers)
-            self.worker.register_kv_caches({n: torch.zeros(blocks, 2, BLOCK, 64) for n in NAMES})
+            self.workers = [
+                LaminaConnector(config, KVConnectorRole.WORKER, memory) for _ in self.clients
+            ]
+        for rank, client in enumerate(self.clients):
+            with (
+                mock.patch(f"{module}.Client", return_value=client),
+                mock.patch(f"{module}.device_of", return_value=client),
+                mock.patch(f"{module}.shard_of", return_value=Shard(rank, ranks)),
+            ):
+                kv_caches = {n: torch.zeros(blocks, 2, BLOCK, 64) for n in NAMES}
+                self.workers[rank].register_kv_caches(kv_caches)
+        self.worker = self.workers[0]
+        self._aggregator = KVOutputAggregator(ranks)
         self.scheduler.use_v2_model_runner = mode == "async-v2"
         self.connector = self.scheduler.connector
         self.side.find_identity()
@@ -189,7 +212,8 @@ class Rig:
 
     def close(self) -> None:
         """Let all transfers end; then nothing may be left over, and each request got its tokens."""
-        self.client.is_swift = True
+        for client in self.clients:
+            client.is_swift = True
         self.until(lambda: not self.scheduler.has_requests() and not self._queue)
         assert self.free == self.blocks - 1, "blocks are lost"
         assert not self.client.leases, "a lease is left over"
@@ -242,40 +266,58 @@ class Rig:
 
     def _run(self, output: Any) -> tuple[Any, set[int]]:
         """The worker's part of a step, in the order of vLLM's model runner."""
-        self.client.advance()
+        for client in self.clients:
+            client.advance()
         parts = [self._part(name, n) for name, n in output.num_scheduled_tokens.items()]
         written = {block for part in parts for block in part.written}
-        self.client.written = set().union(written, *(step.written for step in self._queue))
-        self.worker.handle_preemptions(output.kv_connector_metadata)
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        busy = self.client.busy()
-        for part in parts:
-            for block in part.written:
-                assert block not in busy, f"{part.name} writes block {block}, {busy[block]}"
-        wrong = self._forward(output, parts)
-        self.worker.wait_for_save()
-        _, released = self.worker.get_finished(output.finished_req_ids)
+        for client, worker in zip(self.clients, self.workers, strict=True):
+            client.written = set().union(written, *(step.written for step in self._queue))
+            worker.handle_preemptions(output.kv_connector_metadata)
+            worker.bind_connector_metadata(output.kv_connector_metadata)
+        for client in self.clients:
+            busy = client.busy()
+            for part in parts:
+                for block in part.written:
+                    assert block not in busy, f"{part.name} writes block {block}, {busy[block]}"
+        wrong: set[str] = set()
+        for client, worker in zip(self.clients, self.workers, strict=True):
+            wrong |= self._forward(output, parts, client, worker)
+        names = [part.name for part in parts]
+        results = [
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[self._sample(part, wrong) for part in parts],
+                kv_connector_output=self._output_of(worker, output),
+            )
+            for worker in self.workers
+        ]
+        return self._aggregated(results), written
+
+    def _output_of(self, worker: LaminaConnector, output: Any) -> KVConnectorOutput | None:
+        """What one rank's side tells of the step."""
+        worker.wait_for_save()
+        _, released = worker.get_finished(output.finished_req_ids)
         kv = KVConnectorOutput(
             finished_recving=released,
-            invalid_block_ids=set(self.worker.get_block_ids_with_load_errors()),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+            invalid_block_ids=set(worker.get_block_ids_with_load_errors()),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
-        self.worker.clear_connector_metadata()
-        names = [part.name for part in parts]
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[self._sample(part, wrong) for part in parts],
-            kv_connector_output=None if kv.is_empty() else kv,
-        )
-        return result, written
+        worker.clear_connector_metadata()
+        return None if kv.is_empty() else kv
+
+    def _aggregated(self, results: list[Any]) -> Any:
+        """As vLLM's executor does with several ranks."""
+        return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _part(self, name: str, count: int) -> Part:
         end = self.scheduler.requests[name].num_computed_tokens
         return Part(name, end - count, end, np.array(self.blocks_of(name)))
 
-    def _forward(self, output: Any, parts: list[Part]) -> set[str]:
-        """Returns the requests that read KV that is not their prefix's."""
+    def _forward(
+        self, output: Any, parts: list[Part], client: ScriptedClient, worker: LaminaConnector
+    ) -> set[str]:
+        """One rank's; returns the requests that read KV that is not their prefix's."""
         fires = bool(parts) and not self.full_graph
         mode = CUDAGraphMode.FULL if self.full_graph else CUDAGraphMode.NONE
         context = SimpleNamespace(
@@ -283,21 +325,21 @@ class Rig:
         )
         is_early = getattr(output, "has_sync_kv_loads", True)
         if is_early:
-            self.worker.start_load_kv(context)
+            worker.start_load_kv(context)
         wrong: set[str] = set()
         for layer in range(LAYERS):
-            memory = self.memory[layer]
+            memory = client.memory[layer]
             for part in parts:
                 kv = self.texts[part.name].kv(part.end)[part.start :]
                 memory[part.slots[part.start : part.end]] = 0 if part.name in wrong else kv
             if fires:
-                self.worker.wait_for_layer_load(NAMES[layer])
+                worker.wait_for_layer_load(NAMES[layer])
             for part in parts:
                 read = memory[part.slots[: part.start]]
                 if not np.array_equal(read, self.texts[part.name].kv(part.start)):
                     wrong.add(part.name)
         if not is_early:
-            self.worker.start_load_kv(context)
+            worker.start_load_kv(context)
         return wrong
 
     def _sample(self, part: Part, wrong: set[str]) -> list[int]:

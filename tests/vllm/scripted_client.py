@@ -7,6 +7,7 @@ it must have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from lamina.client import MISS, LookupResult
 from lamina.client.checks import check_name
 from lamina.geometry import Slice
 from lamina.keys import Namespace, chunk_keys
+from lamina.shards import Shard
 
 BLOCK, CHUNK, LAYERS = 16, 32, 3
 _FIRST_WORD = 2
@@ -119,8 +121,16 @@ class ScriptedRetrieve:
         assert self._looks < _MANY_LOOKS, "a step would wait forever"
         return self._outcome
 
+    @property
+    def twins(self) -> list[ScriptedRetrieve]:
+        """The same retrieve on other ranks, where those do as this one."""
+        mirrors = self._client.peers[1:] if self._client.leads else ()
+        return [m.retrieves[self.slot] for m in mirrors if len(m.retrieves) > self.slot]
+
     def land(self, slices: int | None = None) -> None:
         """Let this many slices in all, or all, have landed."""
+        for twin in self.twins:
+            twin.land(slices)
         wanted = len(self.slices) if slices is None else slices
         slots = slots_of(self.blocks)
         while self._outcome is None and self.landed_slices < wanted:
@@ -135,6 +145,8 @@ class ScriptedRetrieve:
         self, is_over: bool = True, status: TransferStatus = TransferStatus.COPY_FAILED
     ) -> None:
         """Fail, unless it has landed; the pages may be written until it `is_over`."""
+        for twin in self.twins:
+            twin.fail(is_over, status)
         if self._outcome is None:
             self._outcome = status
             if is_over:
@@ -142,8 +154,11 @@ class ScriptedRetrieve:
 
     def end(self) -> None:
         """The server will not write again."""
-        self.is_over = True
-        self._client.leases.pop(self.lease, None)
+        for twin in self.twins:
+            twin.end()
+        if not self.is_over:
+            self.is_over = True
+            self._client.end_use(self.lease)
 
 
 class ScriptedStore:
@@ -155,6 +170,7 @@ class ScriptedStore:
         self.keys = keys
         self.blocks = blocks
         self.is_over = False
+        self.slot = len(client.stores)
         self.check()
 
     def check(self) -> None:
@@ -173,6 +189,9 @@ class ScriptedStore:
 
     def end(self) -> None:
         """The server has copied, or dropped it."""
+        for mirror in self._client.peers[1:] if self._client.leads else ():
+            if len(mirror.stores) > self.slot:
+                mirror.stores[self.slot].end()
         if not self.is_over:
             self.check()
             self.is_over = True
@@ -206,7 +225,9 @@ class ScriptedLookup:
 class ScriptedClient:
     """The client of both sides; also the device whose waits make a retrieve's slices land.
 
-    `check_target` is asked about the blocks of each new retrieve.
+    `check_target` is asked about the blocks of each new retrieve. Of several ranks each has one, in
+    `peers`; the server behind them is one. Where the first `leads`, the others' transfers do as its
+    own, so that a test need not know how many ranks there are.
     """
 
     name = "host"
@@ -217,13 +238,19 @@ class ScriptedClient:
         model: ToyModel,
         memory: npt.NDArray[np.int64],
         check_target: Callable[[str, list[int]], None],
+        first: ScriptedClient | None = None,
     ) -> None:
+        self.peers: list[ScriptedClient] = [*first.peers, self] if first else [self]
+        for peer in self.peers:
+            peer.peers = self.peers
+        self.leads = first is None
         self.model = model
         self.memory = memory
         self._check_target = check_target
-        self.namespaces: list[Namespace] = []
-        self.chunks: dict[bytes, list[int]] = {}
-        self.leases: dict[int, tuple[str, list[bytes]]] = {}
+        self.namespaces: list[Namespace] = first.namespaces if first else []
+        self.chunks: dict[bytes, list[int]] = first.chunks if first else {}
+        self.leases: dict[int, tuple[str, list[bytes]]] = first.leases if first else {}
+        self._uses: Counter[int] = first._uses if first else Counter()
         self.retrieves: list[ScriptedRetrieve] = []
         self.stores: list[ScriptedStore] = []
         self.written: set[int] = set()
@@ -244,7 +271,7 @@ class ScriptedClient:
         over."""
         self._numbers = 0
         self._transfers: set[int] = set()
-        self._descriptions: tuple[bytes, ...] = ()
+        self._description = b""
 
     def hold(self, namespace: Any, prompt: list[int], chunks: int | None = None) -> None:
         text = Text(self.model, prompt)
@@ -254,8 +281,9 @@ class ScriptedClient:
 
     def lose_server(self) -> None:
         """It dies, and what it held; with `is_usable` another one is there, which is empty."""
-        self.is_usable = False
-        self.server += 1
+        for peer in self.peers:
+            peer.is_usable = False
+            peer.server += 1
         self.chunks.clear()
         self.leases.clear()
 
@@ -284,11 +312,17 @@ class ScriptedClient:
 
     # As `client.Client`
 
-    def register(self, *memory: Any) -> None:
-        self._descriptions = (memory[-1],)
+    def register(
+        self, geometry: Any, page_map: Any, allocations: Any, description: bytes, shard: Shard
+    ) -> None:
+        self._description = description
 
     def workers(self, count: int) -> tuple[bytes, ...] | None:
-        return self._descriptions if len(self._descriptions) >= count else None
+        told = tuple(peer._description for peer in self.peers if peer._description)
+        return told if len(told) >= count else None
+
+    def note_trouble(self, trouble: str) -> None:
+        self.trouble = trouble
 
     def wait_for_workers(self, count: int, timeout_s: float) -> tuple[bytes, ...] | None:
         return self.workers(count)
@@ -329,10 +363,11 @@ class ScriptedClient:
         layers_per_slice: int,
         ticket: int | None = None,
         number: int | None = None,
+        deadline_s: float | None = None,
     ) -> ScriptedRetrieve | None:
         self._take_number(number)
         blocks = [int(block) for block in block_ids[0]]
-        if not (self.is_usable and self.takes_retrieves):
+        if not (self.is_usable and self.takes_retrieves and lease in self.leases):
             self.leases.pop(lease, None)  # it runs out
             return None
         self._check_target(request, blocks)
@@ -379,6 +414,12 @@ class ScriptedClient:
 
     def end_lease(self, lease: int) -> None:
         self.leases.pop(lease, None)
+
+    def end_use(self, lease: int) -> None:
+        """A rank's retrieve has ended: with the last one's the lease does."""
+        self._uses[lease] += 1
+        if self._uses[lease] >= len(self.peers):
+            self.leases.pop(lease, None)
 
     # As `devices.WorkerDevice`
 

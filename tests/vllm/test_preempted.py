@@ -21,7 +21,7 @@ def tracked(name: str, **counts: int) -> Tracked:
 def retrieves_of(*readers: Tracked) -> Retrieves:
     """One under way that these requests read."""
     prefixes = Prefixes(None, 32, 16, 512)  # type: ignore[arg-type]
-    retrieves = Retrieves(prefixes, HeldBlocks(), SchedulerCounts(), {})
+    retrieves = Retrieves(prefixes, HeldBlocks(), SchedulerCounts(), {}, timeout_s=10.0)
     by_name = {reader.name: reader for reader in readers}
     state = TransferState.RELEASED
     retrieves.open[1] = HeldRetrieve(readers[0], 0, [5, 6], by_name, state)

@@ -13,6 +13,7 @@ from lamina.engines.vllm.adapters import Adapters
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.tracked import NULL_BLOCK, HeldBlocks, Tracked
+from lamina.engines.vllm.worker import WorkerSide
 from lamina.keys import KeyChain
 from tests.vllm.scheduler_harness import MODES, Rig, prompt
 from tests.vllm.scripted_client import BLOCK, CHUNK
@@ -119,20 +120,20 @@ def test_a_request_whose_adapter_cannot_be_told_goes_without_the_cache(rig: Rig)
     assert not tracked.prefix.may_store
 
 
-def test_a_request_waits_until_the_weights_were_looked_at(rig: Rig) -> None:
+def test_a_request_waits_until_the_weights_were_looked_at(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a reset; every pass asks, until the worker's side has said."""
     rig.client.is_swift = True
     rig.side._identity.epochs.watched(True)
     answers: list[tuple[int, str | None]] = []
-    look = rig.worker._worker.begin_step  # type: ignore[union-attr]
+    look = WorkerSide.begin_step
 
-    def answer(step: Any, stream: Any) -> None:
-        look(step, stream)
-        side = rig.worker._worker
-        assert side is not None
+    def answer(side: WorkerSide, step: Any, stream: Any) -> None:
+        look(side, step, stream)
         side._weights_now = list(answers) if step.look_at_weights else []
 
-    rig.worker._worker.begin_step = answer  # type: ignore[method-assign, union-attr]
+    monkeypatch.setattr(WorkerSide, "begin_step", answer)
     assert rig.scheduler.reset_prefix_cache()
     assert rig.side._namespace is None
     rig.add("A", ASKED)
@@ -176,7 +177,7 @@ def retrieves_of(blocks: list[int]) -> tuple[Retrieves, Offer, Tracked]:
     prefix: Any = SimpleNamespace(take_lease=lambda: 1)
     offer = Offer(0, len(blocks) * BLOCK, len(blocks) * BLOCK, Release(1, 1))
     prefixes = Prefixes(None, CHUNK, BLOCK, 512)  # type: ignore[arg-type]
-    retrieves = Retrieves(prefixes, held, SchedulerCounts(), {})
+    retrieves = Retrieves(prefixes, held, SchedulerCounts(), {}, timeout_s=10.0)
     return retrieves, offer, Tracked(request, prefix, table=table)
 
 

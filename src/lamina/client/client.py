@@ -180,6 +180,7 @@ class Client(Links):
         layers_per_slice: int,
         ticket: Ticket | None = None,
         number: int | None = None,
+        deadline_s: float | None = None,
     ) -> Retrieve | None:
         """Begin to retrieve leased chunks into blocks; None when the server is gone or all slots
         are taken: recompute then.
@@ -188,8 +189,10 @@ class Client(Links):
         group. `ticket` is one of `write_ticket`, where the blocks may still be written by work
         enqueued before. `number` is what the retrieve is called, on the wire and in the server's
         log; the client counts if none is given. No two transfers have the same that the server has
-        not answered: whoever gives numbers gives them to all retrieves and stores. The lease ends
-        with the retrieve, however much of it was wanted, also if the retrieve is refused. Raises
+        not answered: whoever gives numbers gives them to all retrieves and stores. `deadline_s`, by
+        the client's clock, takes the place of `retrieve_timeout_ms` from now: the ranks of an
+        engine give up together. The lease ends with the retrieve, of several ranks with the last
+        one's, however much of it was wanted, also if the retrieve is refused. Raises
         `UsageError` or `GeometryError`: nothing has begun then, and the lease stays.
         """
         self._check_registered()
@@ -206,7 +209,7 @@ class Client(Links):
             block_ids,
             checked_number("layers_per_slice", layers_per_slice),
             ticket,
-            self._clock() + self.settings.retrieve_timeout_ms / 1000,
+            deadline_s or self._clock() + self.settings.retrieve_timeout_ms / 1000,
             number,
             watch=self._watchdog.watch,
         )

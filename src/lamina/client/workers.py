@@ -18,7 +18,8 @@ class Workers:
     def known(
         self, count: int, connection: Connection | None, now_s: float
     ) -> tuple[bytes, ...] | None:
-        """The descriptions of `count` workers or more, in order of registration; None until then.
+        """The unlike descriptions of `count` workers or more, in order of registration; None until
+        then. A connection that was lost may linger at the server beside the one that follows it.
 
         Asks over `connection`, one question at a time and one every `ask_every_s`. What it has
         told once it tells again, also when the server is gone.
@@ -32,5 +33,6 @@ class Workers:
 
     def _answered(self, reply: protocol.Reply | None) -> None:
         self._is_asking = False
-        if isinstance(reply, protocol.WorkersKnown) and len(reply.descriptions) >= len(self._known):
-            self._known = reply.descriptions
+        if isinstance(reply, protocol.WorkersKnown):
+            unlike = tuple(dict.fromkeys(reply.descriptions))
+            self._known = unlike if len(unlike) >= len(self._known) else self._known

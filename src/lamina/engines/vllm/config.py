@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lamina.client import ReleasePolicy, release_policy
 from lamina.errors import SettingsError
-from lamina.settings import DEFAULT_CHUNK_TOKENS, ClientSettings, parse_overlap
+from lamina.settings import AUTO, DEFAULT_CHUNK_TOKENS, WHOLE, ClientSettings, parse_overlap
 
 _PREFIX = "lamina."
 _REQUEST_KEYS = ("layerwise_overlap", "release_after_slices", "retrieve", "store")
 _MOST_SLICES = 10**6
 """More than any model has layers."""
+MOST_RANKS_WAIT_MS = 60_000
+"""Far below the 300 s after which vLLM gives a step up, and below the watchdogs of collectives."""
 
 
 _QUANTISATION_BY_FILE = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
@@ -32,6 +36,8 @@ class ConnectorSettings(ClientSettings, frozen=True, kw_only=True):
     """Store what is generated too: multi-turn chat reuses answers."""
     held_blocks_share: float = 0.25
     """How much of the KV memory may be held for stores."""
+    pipeline_parallel: bool = False
+    """Serve pipeline stages too, which no real engine has run with Lamina yet."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,24 +111,8 @@ def check_transfer(transfer: Any) -> None:
 
 def check_supported(vllm_config: Any) -> None:
     """Raise `SettingsError` for a configuration that is not proven or cannot work."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    model = vllm_config.model_config
+    cache, model = vllm_config.cache_config, vllm_config.model_config
     _refuse_first(
-        (
-            parallel.tensor_parallel_size > 1,
-            f"tensor_parallel_size is {parallel.tensor_parallel_size}",
-            "Tensor parallelism is not supported yet: run one GPU per engine",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
-            "Pipeline parallelism is not supported yet: run one GPU per engine",
-        ),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism is on",
-            "Context parallelism is not supported yet: switch it off",
-        ),
         (
             vllm_config.speculative_config is not None,
             "speculative decoding is on",
@@ -171,6 +161,48 @@ def check_supported(vllm_config: Any) -> None:
         ),
     )
     _check_files(model)
+
+
+def settings_for(parallel: Any, settings: ConnectorSettings) -> ConnectorSettings:
+    """With experts spread over data-parallel engines a step that waits keeps all of them waiting,
+    which `AUTO` does not weigh: whole retrieves there, until that is measured."""
+    spreads_experts = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    if settings.layerwise_overlap == AUTO and spreads_experts:
+        return msgspec.structs.replace(settings, layerwise_overlap=WHOLE, release_after_slices=None)
+    return settings
+
+
+def check_ranks(parallel: Any, settings: ConnectorSettings, hands_over_manager: bool) -> None:
+    """Raise `SettingsError` for ranks that are not proven to get right tokens together.
+    `hands_over_manager`: whether this vLLM lets a request that waits be given other blocks."""
+    has_ranks = parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1
+    _refuse_first(
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism is on",
+            "Context parallelism is not supported yet: switch it off",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and not settings.pipeline_parallel,
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
+            "No real engine has run it with Lamina yet: set lamina.pipeline_parallel to try it",
+        ),
+        (
+            has_ranks and not hands_over_manager,
+            "this engine has several ranks",
+            "A retrieve that fails on one of them needs other blocks: use vLLM 0.32 or newer",
+        ),
+        (
+            has_ranks and settings.retrieve_timeout_ms > MOST_RANKS_WAIT_MS,
+            f"retrieve_timeout_ms is {settings.retrieve_timeout_ms} with several ranks",
+            f"All ranks spin while one waits: use {MOST_RANKS_WAIT_MS} at most",
+        ),
+        (
+            parallel.enable_dbo,
+            "batches are cut into micro-batches (enable_dbo)",
+            "It is not proven yet: start without --enable-dbo",
+        ),
+    )
 
 
 def _check_files(model: Any) -> None:

@@ -25,7 +25,13 @@ from lamina.devices.host import HostWorkerDevice
 from lamina.engines.vllm.adapters import Adapters
 from lamina.engines.vllm.began import beginnings
 from lamina.engines.vllm.boundary import Boundary
-from lamina.engines.vllm.config import ConnectorSettings, check_supported, check_transfer
+from lamina.engines.vllm.config import (
+    ConnectorSettings,
+    check_ranks,
+    check_supported,
+    check_transfer,
+    settings_for,
+)
 from lamina.engines.vllm.epochs import Epochs
 from lamina.engines.vllm.identity import Identity
 from lamina.engines.vllm.kinds import check_groups, check_layers, check_model
@@ -33,6 +39,7 @@ from lamina.engines.vllm.layout import layout_of
 from lamina.engines.vllm.loaded import LoadedWeights, model_of_caller, scales_of
 from lamina.engines.vllm.logs import join_vllm, printable_name, tell_start
 from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
+from lamina.engines.vllm.ranks import shard_of
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
 from lamina.engines.vllm.weights import Weights
@@ -114,7 +121,9 @@ class LaminaConnector(KVConnectorBase_V1):
         whole = get_current_vllm_config_or_none()  # of a MultiConnector we are given a part
         if whole is not None and whole.kv_transfer_config is not None:
             check_transfer(whole.kv_transfer_config)
-        return ConnectorSettings.parse(config.kv_transfer_config.kv_connector_extra_config)
+        settings = ConnectorSettings.parse(config.kv_transfer_config.kv_connector_extra_config)
+        check_ranks(config.parallel_config, settings, _HANDS_OVER_MANAGER)
+        return settings_for(config.parallel_config, settings)
 
     def _make_scheduler(self, num_blocks: int) -> None:
         config, made_ns = self._config, wall_clock_ns()
@@ -161,10 +170,15 @@ class LaminaConnector(KVConnectorBase_V1):
                 backend=f"{_backend_names(layers)} on {kind_of(kv_caches)}",
                 scales=scales_of(layers, kv_caches),
                 watches_weights=weights.are_watched,
+                shard=shard_of(self._config, layers, kv_caches),
             )
             client = self._client("vLLM worker", device)
             client.register(
-                layout.geometry, layout.page_map, layout.allocations, description.encode()
+                layout.geometry,
+                layout.page_map,
+                layout.allocations,
+                description.encode(),
+                description.shard,
             )
         except LaminaError as error:
             log.error("Lamina cannot serve this engine: %s", error)

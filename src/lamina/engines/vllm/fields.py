@@ -154,8 +154,10 @@ FIELDS: dict[str, dict[str, Row]] = {
 
     "ParallelConfig":
         _refused("over 1: not supported yet",
-                 "tensor_parallel_size", "pipeline_parallel_size",
                  "decode_context_parallel_size", "prefill_context_parallel_size")
+        | _refused("true: not proven yet", "enable_dbo")
+        | _neutral("shards are counted in the key: an MLA model has one on any number of ranks",
+                   "tensor_parallel_size", "pipeline_parallel_size")
         | _key("some quantize what they send", "all2all_backend")
         | _key("code of others that computes", "worker_cls", "worker_extension_cls")
         | _neutral("which rank has which experts: the same sums in another order",
@@ -178,10 +180,11 @@ FIELDS: dict[str, dict[str, Row]] = {
                    "assigned_physical_gpu_ids", "max_parallel_loading_workers",
                    "distributed_timeout_seconds", "cpu_distributed_timeout_seconds",
                    "enable_shm_tensor_arena", "enable_fault_tolerance", "fault_tolerance_config")
-        | _neutral("how a batch is cut", "enable_dbo", "ubatch_size",
+        | _neutral("how a batch is cut", "ubatch_size",
                    "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
-        | _neutral("only with ranks that share a model, which are refused",
-                   "disable_custom_all_reduce", "enable_hc_sp", "enable_batch_sharded_sampling",
+        | _neutral("how ranks add up and sample: the same sums in another order",
+                   "disable_custom_all_reduce", "enable_hc_sp", "enable_batch_sharded_sampling")
+        | _neutral("only with context parallelism, which is refused",
                    "dcp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate",
                    "cp_kv_cache_interleave_size", "_allow_auto_resolve_cp_interleave_size")
         | _neutral("only for a drafter", "sd_worker_cls"),

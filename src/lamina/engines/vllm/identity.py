@@ -43,7 +43,7 @@ class Identity:
     ) -> None:
         self._config = vllm_config
         self._version = vllm_version
-        self._worker: WorkerDescription | None = None
+        self._workers: WorkerDescription | None = None
         self._model = ""
         self.weights = weights
         self.adapters = adapters
@@ -52,29 +52,30 @@ class Identity:
     @property
     def is_known(self) -> bool:
         """Whether all is known but perhaps the epoch."""
-        return self._worker is not None and self.weights.identity is not None
+        return self._workers is not None and self.weights.identity is not None
 
-    def worker_told(self, worker: WorkerDescription) -> None:
-        """What only the worker's side knows."""
-        self._worker = worker
+    def workers_told(self, workers: WorkerDescription) -> None:
+        """What only the worker's side knows, of all ranks together."""
+        self._workers = workers
         self._model = _digest(described(self._config, self._version))
-        self.epochs.watched(worker.watches_weights)
+        self.epochs.watched(workers.watches_weights)
 
     def namespace(self) -> Namespace | None:
         """The engine's namespace, without a request's salt and adapter; None while unknown."""
-        worker, weights, epoch = self._worker, self.weights.identity, self.epochs.current
-        if worker is None or weights is None or epoch is None:
+        workers, weights, epoch = self._workers, self.weights.identity, self.epochs.current
+        if workers is None or weights is None or epoch is None:
             return None
+        stages = self._config.parallel_config.pipeline_parallel_size
         dtype, cache_dtype = self._config.model_config.dtype, self._config.cache_config.cache_dtype
         return Namespace(
             model=self._model,
             weights=weights,
             dtype=f"{dtype} {cache_dtype}",
-            geometry=worker.geometry_digest,
-            layout=worker.layout,
-            backend=worker.backend,
-            ranks="tp1 pp1",
-            scales=worker.scales,
+            geometry=workers.geometry_digest,
+            layout=workers.layout,
+            backend=workers.backend,
+            ranks=f"{stages} stages of {workers.shard.shards // stages} shards",
+            scales=workers.scales,
             epoch=epoch,
         )
 

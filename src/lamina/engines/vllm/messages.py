@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lamina.shards import WHOLE, Shard
+
 
 class TransferState(IntEnum):
     """What has become of a retrieve or a store, on both sides; each but the first two is reported.
@@ -47,6 +49,8 @@ class RetrieveSpec:
     """0: a synchronous retrieve, read by a forward of this very step."""
     needs_ticket: bool
     """Whether work enqueued before may still write the blocks."""
+    deadline_s: float
+    """By the host's monotonic clock, which all ranks read: they give up together."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class StepMetadata(KVConnectorMetadata):
     gates: list[int] = field(default_factory=list)
     bad_blocks: set[int] = field(default_factory=set)
     tokens: int = 0
+    cancelled: list[int] = field(default_factory=list)
+    """Retrieves that failed on some rank before their requests ran: no rank needs them now."""
     look_at_weights: int = 0
     """The number of a reset after which the weights may be others; 0: there is nothing to ask."""
 
@@ -124,8 +130,9 @@ class StepReport(KVConnectorWorkerMetadata):
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the worker's side knows, for the keys. It travels over Lamina's own connection:
-    beside other connectors vLLM's handshake belongs to whichever comes first."""
+    """What only the worker's side of a rank knows, for the keys; unlike any other rank's. It
+    travels over Lamina's own connection: beside other connectors vLLM's handshake belongs to
+    whichever comes first."""
 
     geometry_digest: bytes
     layers: int
@@ -137,6 +144,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     scales: str
     watches_weights: bool
     """Whether it can tell that the weights in memory have changed."""
+    shard: Shard = WHOLE
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

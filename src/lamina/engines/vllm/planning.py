@@ -32,12 +32,15 @@ class Planner:
     the same as the worker's side's.
     """
 
-    def __init__(self, prefixes: Prefixes, counts: SchedulerCounts) -> None:
+    def __init__(self, prefixes: Prefixes, counts: SchedulerCounts, ranks: int) -> None:
+        self._ranks = ranks
         self._prefixes = prefixes
         self._counts = counts
         self._expected: dict[str, _Expectation] = {}
         self._outside: dict[str, int] = {}
         """Retrieves of requests that wait outside the batch, by request."""
+        self._landed: dict[int, list[Account]] = {}
+        """Retrieves that have landed on some ranks."""
 
     def batch(self, asked: Tracked, tracked: Mapping[str, Tracked]) -> Batch:
         """Who else is there when vLLM asks about a request in the middle of a scheduling pass."""
@@ -121,14 +124,23 @@ class Planner:
                 del self._expected[name]
 
     def landed(self, accounts: list[Account]) -> None:
-        """What the server says about retrieves that have landed."""
-        for number, nbytes, begun_s, end_s in accounts:
-            copied_s = self._meters.copies.end(number, end_s, nbytes, begun_s)
+        """What the server says about retrieves that have landed. Of several ranks the last one
+        counts: no request runs before."""
+        for account in accounts:
+            number = account.number
+            told = self._landed.setdefault(number, [])
+            told.append(account)
+            if len(told) < self._ranks:
+                continue
+            del self._landed[number]
+            last = max(told, key=lambda each: each.end_s)
+            copied_s = self._meters.copies.end(number, last.end_s, last.nbytes, last.begun_s)
             if copied_s is not None:
-                self._meters.releases.landed(number, end_s, copied_s)
+                self._meters.releases.landed(number, last.end_s, copied_s)
 
     def retrieve_failed(self, retrieve: int) -> None:
         """It is over, for the link."""
+        self._landed.pop(retrieve, None)
         self._meters.copies.end(retrieve, self._prefixes.clock())
 
     def forget(self, request: str) -> None:

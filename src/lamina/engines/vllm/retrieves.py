@@ -49,13 +49,16 @@ class Retrieves:
         held: HeldBlocks,
         counts: SchedulerCounts,
         tracked: Mapping[str, Tracked],
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._prefixes = prefixes
         self._held = held
         self._counts = counts
         self._tracked = tracked
         self._manager: Any = None
         self._new: list[RetrieveSpec] = []
+        self._cancelled: list[int] = []
         self.open: dict[int, HeldRetrieve] = {}
 
     def bind_manager(self, manager: Any) -> None:
@@ -93,6 +96,7 @@ class Retrieves:
                 release.layers_per_slice,
                 release.release_after_slices,
                 needs_ticket=False,
+                deadline_s=self._prefixes.clock() + self._timeout_s,
             )
         )
         self._counts.retrieves += 1
@@ -115,6 +119,11 @@ class Retrieves:
             spec if written.isdisjoint(spec.blocks) else replace(spec, needs_ticket=True)
             for spec in new
         ]
+
+    def take_cancelled(self) -> list[int]:
+        """Retrieves that failed on one rank and are to be given up by all."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def gates(self, scheduled: Container[str]) -> list[int]:
         """The retrieves that a step of these requests must wait for."""
@@ -168,6 +177,7 @@ class Retrieves:
             return  # it does already
         if not retrieve.has_failed:
             retrieve.state = TransferState.RECOMPUTED
+        self._cancelled.append(number)
         self._recompute(retrieve)
 
     def fail(self, number: int) -> None:

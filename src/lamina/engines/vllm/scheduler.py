@@ -20,9 +20,9 @@ from lamina.engines.vllm.messages import (
     StepMetadata,
     StepReport,
     TransferState,
-    WorkerDescription,
 )
 from lamina.engines.vllm.planning import Planner
+from lamina.engines.vllm.ranks import UnlikeRanksError, joined
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
 from lamina.engines.vllm.stores import Stores
@@ -67,8 +67,9 @@ class SchedulerSide:
         most_held = int(num_blocks * settings.held_blocks_share)
         self._prefixes = Prefixes(client, settings.chunk_tokens, block_tokens, step_tokens)
         self.stores = Stores(settings, self._prefixes, most_held, self.held, self.counts)
-        self.retrieves = Retrieves(self._prefixes, self.held, self.counts, self._tracked)
-        self._planner = Planner(self._prefixes, self.counts)
+        timeout_s = settings.retrieve_timeout_ms / 1000
+        self.retrieves = Retrieves(self._prefixes, self.held, self.counts, self._tracked, timeout_s)
+        self._planner = Planner(self._prefixes, self.counts, ranks)
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; before anything is retrieved."""
@@ -81,9 +82,14 @@ class SchedulerSide:
     def find_identity(self) -> None:
         """Take what is known by now; before all is, nothing is looked up or stored."""
         if not self._identity.is_known and (told := self.client.workers(self._ranks)) is not None:
-            worker = WorkerDescription.decode(told[0])
-            self._identity.worker_told(worker)
-            self._prefixes.set_model(worker.layers, worker.token_bytes)
+            try:
+                workers = joined(told)
+            except UnlikeRanksError as error:
+                self.client.note_trouble(str(error))
+                return
+            if workers is not None:
+                self._identity.workers_told(workers)
+                self._prefixes.set_model(workers.layers, workers.token_bytes)
         self._namespace = self._identity.namespace()
 
     def is_tracked(self, request_id: str) -> bool:
@@ -190,6 +196,7 @@ class SchedulerSide:
             gates,
             self.retrieves.bad_blocks(),
             output.total_num_scheduled_tokens,
+            self.retrieves.take_cancelled(),
             self._identity.epochs.resets if asks else 0,
         )
 

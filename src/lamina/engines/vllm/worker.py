@@ -63,6 +63,8 @@ class _Retrieving:
     began_s: float
     state: TransferState
     give_up_at_s: float | None = None
+    is_cancelled: bool = False
+    """Whether it has failed on another rank, before its request ran."""
 
     def look(self) -> _Look:
         if self.gate is None:
@@ -91,6 +93,7 @@ class WorkerSide:
         self._device = device
         self._layer_of = layout.layer_of
         layers = layout.geometry.layers
+        self._layers = len(layers)
         self._block_bytes = sum(layer.planes * layer.page_bytes for layer in layers)
         self._retrieves: dict[int, _Retrieving] = {}
         self._stores: dict[int, Store] = {}
@@ -120,6 +123,11 @@ class WorkerSide:
         self.client.poll()
         self._step = step
         self.invalid_blocks = set()
+        for number in step.cancelled:
+            retrieving = self._retrieves.get(number)
+            if retrieving is not None and retrieving.state <= TransferState.RELEASED:
+                retrieving.is_cancelled = True
+                self._cancel(retrieving, retrieving.look())
         if step.look_at_weights:
             self._weights_now = [(step.look_at_weights, self._weights.change())]
         for retrieve in step.retrieves:
@@ -156,6 +164,8 @@ class WorkerSide:
         report = StepReport()
         for number, retrieving in list(self._retrieves.items()):
             look = retrieving.look()
+            if retrieving.is_cancelled and retrieving.state <= TransferState.RELEASED:
+                self._recompute(number, retrieving, released, report)
             if retrieving.state is TransferState.WAITING:
                 self._try_release(number, retrieving, look, released, report)
             if retrieving.state is TransferState.RELEASED and look.outcome:
@@ -199,9 +209,10 @@ class WorkerSide:
                 spec.lease,
                 spec.start_tokens,
                 [np.array(spec.blocks, np.int32)],
-                spec.layers_per_slice,
+                min(spec.layers_per_slice, self._layers),  # a pipeline stage has its own
                 self.client.write_ticket(stream) if spec.needs_ticket else None,
                 spec.number,
+                spec.deadline_s,
             )
         gate = Gate(retrieve, spec.release_after_slices) if retrieve is not None else None
         is_waited_for = spec.release_after_slices > 0
@@ -252,9 +263,9 @@ class WorkerSide:
             self.counts.release_s += time.monotonic() - retrieving.began_s
             self.counts.releases += 1
         elif look.is_over or self._recomputes_elsewhere:
-            retrieving.state = TransferState.RECOMPUTED  # its blocks are nobody's to read
-            report.states[number, TransferState.RECOMPUTED] = 1
+            self._recompute(number, retrieving, released, report)
             self._cancel(retrieving, look)
+            return
         elif retrieving.give_up_at_s is None:
             self._cancel(retrieving, look)
             retrieving.give_up_at_s = time.monotonic() + ACKNOWLEDGE_S
@@ -264,6 +275,15 @@ class WorkerSide:
         else:
             retrieving.state = TransferState.RELEASED  # and failed at once
         released.add(retrieving.spec.request)
+
+    def _recompute(
+        self, number: int, retrieving: _Retrieving, released: set[str], report: StepReport
+    ) -> None:
+        """Its request computes instead: its blocks are nobody's to read."""
+        if retrieving.state is TransferState.WAITING:  # else vLLM was told before
+            released.add(retrieving.spec.request)
+        retrieving.state = TransferState.RECOMPUTED
+        report.states[number, TransferState.RECOMPUTED] = 1
 
     def _cancel(self, retrieving: _Retrieving, look: _Look) -> None:
         if retrieving.gate is not None and not look.is_over:
