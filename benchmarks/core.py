@@ -19,10 +19,11 @@ import numpy as np
 from lamina.client import Client
 from lamina.copies import CopyPlan
 from lamina.devices.host import HostWorkerDevice
-from lamina.geometry import PageMap, PlanePages
+from lamina.geometry import Geometry, Group, Layer, PageMap, PlanePages
 from lamina.server.arena import Arena
 from lamina.server.index import Index
 from lamina.settings import ClientSettings
+from lamina.shards import ChunkLayout
 from lamina_lab.bench.processes import private_socket, server_process
 from lamina_lab.known.content import equal_layers
 
@@ -106,6 +107,7 @@ def time_index() -> Figures:
     arena = Arena(INDEX_CHUNKS * page)
     arena.extend(arena.capacity_bytes)  # address space only: nothing is ever copied
     index = Index(arena)
+    layout = ChunkLayout([Geometry(16, (Group(16),), (Layer("0", 0, 1, page),))])
     prompts = [
         [number.to_bytes(32, "big") for number in range(first, first + prompt)]
         for first in range(0, INDEX_CHUNKS + 64 * prompt, prompt)
@@ -114,11 +116,12 @@ def time_index() -> Figures:
     def insert(keys: list[bytes]) -> None:
         parent, chunks = None, []  # as a store does: room for all first, then all are whole
         for key in keys:
-            parent = index.reserve(key, parent, page, b"")
+            parent = index.reserve(key, parent, layout)
             assert parent is not None
+            assert index.claim(parent, 0)
             chunks.append(parent)
         for chunk in chunks:
-            index.commit(chunk)
+            index.commit(chunk, 0)
 
     full = INDEX_CHUNKS // prompt
     started = time.perf_counter()

@@ -96,7 +96,7 @@ def test_a_flipped_byte_of_any_page_changes_the_tokens(
     for key in keys:
         chunk = server.on_loop(partial(server.server.index.get, key))
         assert chunk is not None
-        page_bytes = chunk.nbytes // pages
+        page_bytes = chunk.layout.chunk_bytes // pages
         for page in range(pages):
             at = chunk.address + page * page_bytes + int(rng.integers(page_bytes))
             byte, bit = ctypes.c_uint8.from_address(at), 1 << int(rng.integers(8))

@@ -74,7 +74,8 @@ CORE = (
         3,
         "the chunks of a refused retrieve stay pinned until the lease runs out",
         "server/service.py",
-        "            self._leases.end(session.engine, request.lease)\n            raise\n",
+        "            self._leases.end_of_rank(session.engine, request.lease, session.shard)\n"
+        "            raise\n",
         "            raise\n",
         ("tests/client/test_refusals.py",),
     ),

@@ -6,25 +6,26 @@ add up after every turn, and all of it comes back to zero.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lamina.geometry import Geometry, Group, Layer
 from lamina.server import turns
 from lamina.server.arena import Arena
 from lamina.server.chunks import Room, end_room, make_room
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
 from lamina.server.turns import Turns, at_once
+from lamina.shards import WHOLE, ChunkLayout, Shard
+from tests.support.layouts import layout_of
 
-GEOMETRY = Geometry(16, (Group(16),), (Layer("0", 0, 1, mmap.PAGESIZE),))
+LAYOUT = layout_of()
 ROOM = 10
+"""Pages of the arena."""
 PROMPTS = ["abcdefgh", "abcdxyz", "mnopq", "abc", "mnrs", "u", "v"]
 TTL_S = 10.0
 
@@ -34,19 +35,22 @@ def keys_of(prompt: str) -> list[bytes]:
 
 
 class Interleaved(RuleBasedStateMachine):
+    RANKS: ClassVar[list[tuple[ChunkLayout, Shard]]] = [(LAYOUT, WHOLE)]
+    """Whoever stores."""
+
     def __init__(self) -> None:
         super().__init__()
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(turns, "CHUNKS_PER_TURN", 2)
         self._patch.setattr(turns, "KEYS_PER_TURN", 3)
-        self.arena = Arena(ROOM * GEOMETRY.chunk_bytes)
+        self.arena = Arena(ROOM * LAYOUT.chunk_bytes)
         self.arena.extend(self.arena.capacity_bytes)
         self.index = Index(self.arena, self.later)
         self.now_s = 0.0
         self.leases = LeaseTable(self.index, TTL_S, lambda: self.now_s, self.later)
         self.works: list[tuple[Turns[Any], Callable[[Any], None]]] = []
-        self.rooms: list[Room] = []
-        self.ending: list[Room] = []
+        self.rooms: list[tuple[Room, int]] = []
+        self.ending: list[tuple[Room, int]] = []
         self.granted: list[Lease] = []
 
     def later(self, work: Turns[None]) -> None:
@@ -65,22 +69,40 @@ class Interleaved(RuleBasedStateMachine):
             self.works = [known for known in self.works if known[0] is not work]
             done(end.value)
 
-    @rule(prompt=st.sampled_from(PROMPTS), first=st.integers(0, 3), most=st.integers(1, ROOM))
-    def store(self, prompt: str, first: int, most: int) -> None:
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        first=st.integers(0, 3),
+        most=st.integers(0, ROOM),
+        data=st.data(),
+    )
+    def store(self, prompt: str, first: int, most: int, data: st.DataObject) -> None:
+        layout, shard = data.draw(st.sampled_from(self.RANKS))
         keys = keys_of(prompt)
         first = min(first, len(keys) - 1)
         parent = keys[first - 1] if first else b""
-        self.begin(make_room(self.index, GEOMETRY, parent, keys[first:], most), self.rooms.append)
+
+        def got(room: Room) -> None:
+            assert room.reserved_bytes <= most * layout.chunk_bytes
+            for chunk in room.claimed:
+                assert shard.writes(chunk.key)
+                assert chunk.layout.digest == layout.digest
+                assert self.index.get(chunk.key) is chunk
+            self.rooms.append((room, shard.number))
+
+        self.begin(make_room(self.index, layout, shard, parent, keys[first:], most), got)
 
     @precondition(lambda self: self.rooms)
     @rule(data=st.data(), is_whole=st.booleans())
     def end_store(self, data: st.DataObject, is_whole: bool) -> None:
-        room = self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1)))
-        self.ending.append(room)
-        self.begin(
-            end_room(self.index, room, is_whole),
-            lambda _: self.ending.remove(room),
-        )
+        entry = self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1)))
+        room, column = entry
+        self.ending.append(entry)
+
+        def ended(_: None) -> None:
+            self.ending.remove(entry)
+            assert not is_whole or not any(c.missing >> column & 1 for c in room.claimed)
+
+        self.begin(end_room(self.index, room, column, is_whole), ended)
 
     @rule(prompt=st.sampled_from(PROMPTS), owner=st.sampled_from("st"), name=st.sampled_from("123"))
     def lookup(self, prompt: str, owner: str, name: str) -> None:
@@ -123,35 +145,43 @@ class Interleaved(RuleBasedStateMachine):
                 self.go_on(self.works.index(work))
 
     def chunks(self) -> list[Chunk]:
-        return [chunk for shard in self.index._shards for chunk in shard.values()]
+        return [chunk for chunks in self.index._dicts for chunk in chunks.values()]
 
     @invariant()
     def counts_add_up(self) -> None:
         chunks = self.chunks()
         assert len(self.index) == len(chunks)
         assert self.index.pins >= sum(chunk.pins for chunk in chunks)
-        taken = sum(chunk.nbytes for chunk in chunks)
+        taken = sum(chunk.layout.chunk_bytes for chunk in chunks)
         assert self.arena.free_bytes == self.arena.capacity_bytes - taken
         for chunk in chunks:
-            children = [c for c in chunks if c.parent_number == chunk.number]
+            children = [c for c in chunks if c.parent_key == chunk.key]
             assert chunk.children == len(children)
         candidates = [entry[2] for entry in self.index._candidates]
         assert len(set(candidates)) == len(candidates), "a candidate twice"
-        assert {chunk for chunk in chunks if self.index._is_evictable(chunk)} <= set(candidates)
+        assert {c for c in chunks if not (c.is_empty or c.pins or c.children)} <= set(candidates)
+
+    @invariant()
+    def nobody_stores_a_column_twice(self) -> None:
+        claims = [(chunk, column) for room, column in self.rooms for chunk in room.claimed]
+        assert len(set(claims)) == len(claims)
+        for chunk, column in claims:
+            assert self.index.get(chunk.key) is chunk
+            assert chunk.missing & chunk.claimed & 1 << column
 
     @invariant()
     def what_is_leased_is_there(self) -> None:
         live = [lease for lease in self.granted if lease.number in self.leases._leases]
         for lease in live:
             for chunk in lease.chunks:
-                assert chunk.whole
+                assert not chunk.missing
                 assert chunk.pins > 0
                 assert self.index.get(chunk.key) is chunk
 
     @invariant()
     def stores_become_findable_from_their_head(self) -> None:
-        for room in self.ending:
-            whole = [chunk.whole for chunk in room.reserved]
+        for room, column in self.ending:
+            whole = [not chunk.missing >> column & 1 for chunk in room.claimed]
             assert whole == sorted(whole, reverse=True)
 
     def teardown(self) -> None:
@@ -161,21 +191,53 @@ class Interleaved(RuleBasedStateMachine):
 
         try:
             finish()
-            for room in self.rooms:
-                self.begin(end_room(self.index, room, True), lambda _: None)
+            for room, column in self.rooms:
+                self.begin(end_room(self.index, room, column, True), lambda _: None)
             for owner in "st":
                 self.leases.end_owner(owner)
             finish()
             assert self.index.pins == len(self.leases) == 0
-            assert not any(chunk.pins for chunk in self.chunks())
+            assert not any(chunk.pins or chunk.claimed for chunk in self.chunks())
+            assert all(chunk.children or not chunk.is_empty for chunk in self.chunks())
             at_once(self.index.clear())
+            finish()
             assert len(self.index) == 0
             assert self.arena.free_bytes == self.arena.capacity_bytes
+            self.check_that_all_together_store_a_prompt()
         finally:
             self._patch.undo()
 
+    def check_that_all_together_store_a_prompt(self) -> None:
+        for digest in {layout.digest for layout, _ in self.RANKS}:
+            ranks = [(ours, shard) for ours, shard in self.RANKS if ours.digest == digest]
+            keys = keys_of("ab")
+            for layout, shard in ranks:
+                room = at_once(make_room(self.index, layout, shard, b"", keys, ROOM))
+                at_once(end_room(self.index, room, shard.number, True))
+            while self.works:
+                self.go_on(0)
+            assert len(self.index.find(keys)) == len(keys)
+            at_once(self.index.clear())
+            while self.works:
+                self.go_on(0)
+
+
+class InterleavedRanks(Interleaved):
+    """Two engines whose chunks are alike, one of them with replicas, and one that cuts them
+    otherwise."""
+
+    RANKS: ClassVar[list[tuple[ChunkLayout, Shard]]] = [
+        *((layout_of(1, 2), Shard(n, 2, replica, 3)) for n in range(2) for replica in range(3)),
+        *((layout_of(1, 2), Shard(n, 2)) for n in range(2)),
+        *((layout_of(1, 1, 1, 1), Shard(n, 4)) for n in range(4)),
+    ]
+
 
 TestInterleaved = Interleaved.TestCase
+TestInterleavedRanks = InterleavedRanks.TestCase
+TestInterleavedRanks.settings = settings(
+    derandomize=True, deadline=None, max_examples=200, stateful_step_count=40
+)
 TestInterleaved.settings = settings(
     derandomize=True, deadline=None, max_examples=120, stateful_step_count=40
 )
@@ -186,20 +248,20 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
     """One with room for ten chunks, two of which are done a turn."""
     monkeypatch.setattr(turns, "CHUNKS_PER_TURN", 2)
     monkeypatch.setattr(turns, "KEYS_PER_TURN", 2)
-    arena = Arena(ROOM * GEOMETRY.chunk_bytes)
+    arena = Arena(ROOM * LAYOUT.chunk_bytes)
     arena.extend(arena.capacity_bytes)
     return Index(arena)
 
 
 def save(index: Index, prompt: str) -> None:
-    room = at_once(make_room(index, GEOMETRY, b"", keys_of(prompt), ROOM))
-    at_once(end_room(index, room, True))
+    room = at_once(make_room(index, LAYOUT, WHOLE, b"", keys_of(prompt), ROOM))
+    at_once(end_room(index, room, 0, True))
 
 
 def test_a_store_is_found_as_far_as_its_turns_have_come(index: Index) -> None:
     keys = keys_of("abcde")
-    room = at_once(make_room(index, GEOMETRY, b"", keys, ROOM))
-    assert [len(index.find(keys)) for _ in end_room(index, room, True)] == [2, 4]
+    room = at_once(make_room(index, LAYOUT, WHOLE, b"", keys, ROOM))
+    assert [len(index.find(keys)) for _ in end_room(index, room, 0, True)] == [2, 4]
     assert len(index.find(keys)) == 5
 
 
@@ -231,16 +293,16 @@ def test_two_stores_of_one_prompt_share_what_the_other_has_reserved_meanwhile(
     index: Index,
 ) -> None:
     keys = keys_of("abcdefgh")
-    one = make_room(index, GEOMETRY, b"", keys, ROOM)
+    one = make_room(index, LAYOUT, WHOLE, b"", keys, ROOM)
     next(one)
-    other = at_once(make_room(index, GEOMETRY, b"", keys, ROOM))
+    other = at_once(make_room(index, LAYOUT, WHOLE, b"", keys, ROOM))
     room = at_once(one)
-    assert [chunk.key for chunk in (*room.reserved, *other.reserved)] == keys
-    assert len(room.reserved) < len(keys)
-    assert list(room.numbers) == list(range(len(room.reserved)))
-    assert list(room.addresses) == [chunk.address for chunk in room.reserved]
-    at_once(end_room(index, other, True))
+    assert [chunk.key for chunk in (*room.claimed, *other.claimed)] == keys
+    assert len(room.claimed) < len(keys)
+    assert list(room.numbers) == list(range(len(room.claimed)))
+    assert list(room.addresses) == [chunk.address for chunk in room.claimed]
+    at_once(end_room(index, other, 0, True))
     assert index.find(keys) == []
-    at_once(end_room(index, room, True))
+    at_once(end_room(index, room, 0, True))
     assert len(index.find(keys)) == len(keys)
     assert index.pins == 0

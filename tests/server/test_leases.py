@@ -13,6 +13,7 @@ from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.server.arena import Arena
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
+from tests.support.layouts import layout_of
 
 TTL_S = 10.0
 CHUNKS = 4
@@ -27,9 +28,10 @@ class Table:
         self.index = Index(arena)
         self.chunks: list[Chunk] = []
         for number in range(CHUNKS):
-            chunk = self.index.reserve(bytes([number]), None, mmap.PAGESIZE, b"")
+            chunk = self.index.reserve(bytes([number]), None, layout_of())
             assert chunk is not None
-            self.index.commit(chunk)
+            assert self.index.claim(chunk, 0)
+            self.index.commit(chunk, 0)
             self.chunks.append(chunk)
         self.now_s = 100.0
         self.leases = LeaseTable(self.index, TTL_S, lambda: self.now_s)

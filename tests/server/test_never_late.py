@@ -16,6 +16,7 @@ from lamina import protocol
 from lamina.server.index import Index
 from lamina.server.leases import LeaseTable
 from lamina.server.turns import CHUNKS_PER_TURN, KEYS_PER_TURN
+from lamina.shards import ChunkLayout
 from lamina_lab.known.content import equal_layers, random_keys
 from tests.support.server import ServerThread
 from tests.support.wait import eventually
@@ -116,14 +117,15 @@ def test_a_store_that_evicts_takes_turns_also_where_all_candidates_were_used_sin
     server: ServerThread, worker: PageWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has to go back to its place before the first can go."""
-    index = server.server.index
+    index, layout = server.server.index, ChunkLayout([GEOMETRY])
 
     def fill() -> None:
         chunks = []
         for key in random_keys(ARENA_BYTES // GEOMETRY.chunk_bytes):
-            chunk = index.reserve(key, None, GEOMETRY.chunk_bytes, GEOMETRY.digest)
+            chunk = index.reserve(key, None, layout)
             assert chunk is not None
-            index.commit(chunk)
+            assert index.claim(chunk, 0)
+            index.commit(chunk, 0)
             chunks.append(chunk)
         index.pin(chunks)
         index.unpin(chunks)

@@ -380,13 +380,15 @@ class World:
     def _check_server(self) -> None:
         """On the event loop: pins and memory add up, and no chunk that can be found is wrong."""
         index, arena = self.server.server.index, self.server.server.arena
-        chunks = [chunk for shard in index._shards for chunk in shard.values()]
+        chunks = [chunk for chunks in index._dicts for chunk in chunks.values()]
         assert min((chunk.pins for chunk in chunks), default=0) >= 0
         assert index.pins >= sum(chunk.pins for chunk in chunks)
-        assert arena.free_bytes == arena.capacity_bytes - sum(chunk.nbytes for chunk in chunks)
+        assert arena.free_bytes == arena.capacity_bytes - sum(
+            chunk.layout.chunk_bytes for chunk in chunks
+        )
         for chunk in chunks:
-            if chunk.whole:
-                stored = ctypes.string_at(chunk.address, chunk.nbytes)
+            if not chunk.missing:
+                stored = ctypes.string_at(chunk.address, chunk.layout.chunk_bytes)
                 wanted = content_of(chunk.key, GEOMETRY).tobytes()
                 assert stored == wanted, "a chunk is whole, but wrong"
 

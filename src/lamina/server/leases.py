@@ -1,16 +1,17 @@
-"""Leases: a looked-up run stays pinned until its retrieve ends, its request ends, its owner dies,
-or its time is up. Used by the server's event loop only."""
+"""Leases: a looked-up run stays pinned until all ranks of its engine have ended their retrieve of
+it, its request ends, its owner dies, or its time is up. Used by the server's event loop only."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.errors import ErrorCode, refuse
 from lamina.server.index import Chunk, Index
 from lamina.server.turns import CHUNKS_PER_TURN, KEYS_PER_TURN, Pace, Turns, at_once
+from lamina.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Lease:
     request: str
     chunks: tuple[Chunk, ...]
     ends_at_s: float
+    ended_ranks: set[int] = field(default_factory=set)
+    """Those of the engine's ranks that have ended a retrieve of it."""
 
 
 class LeaseTable:
@@ -81,6 +84,14 @@ class LeaseTable:
         lease = self._leases.get(number)
         if lease is not None and lease.engine == engine:
             self._drop(lease)
+
+    def end_of_rank(self, engine: str, number: int, shard: Shard) -> None:
+        """A worker's retrieve has ended, however: a lease ends with that of the last rank."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.engine == engine:
+            lease.ended_ranks.add(shard.rank)
+            if len(lease.ended_ranks) >= shard.ranks:
+                self._drop(lease)
 
     def end_request(self, engine: str, request: str) -> None:
         if (number := self._of_request.get((engine, request))) is not None:

@@ -15,8 +15,9 @@ from lamina.errors import ErrorCode, GeometryError, refuse
 from lamina.geometry import MAX_BYTES, Geometry
 from lamina.keys import KEY_BYTES
 from lamina.records import shapes
-from lamina.server.sessions import Session
+from lamina.server.sessions import Session, Worker
 from lamina.server.turns import Turns, each_part
+from lamina.shards import Shard
 
 MAX_KEYS = 1 << 16
 """Of one request: 16 million tokens with the default chunk."""
@@ -105,6 +106,41 @@ def check_chunk(geometry: Geometry, chunk_tokens: int, arena_bytes: int) -> None
         )
 
 
+def check_shard(
+    shard: Shard, geometry: Geometry, workers: Sequence[Worker], arena_bytes: int
+) -> None:
+    """Whether a worker fits to the others of its engine; raises `GeometryError`."""
+    columns = {shard.number: geometry.chunk_bytes}
+    for other in workers:
+        theirs = other.shard
+        if (shard.shards, shard.replicas) != (theirs.shards, theirs.replicas):
+            raise GeometryError(
+                f"the worker is of an engine of {shard.shards} shards in {shard.replicas} "
+                f"replicas, the engine's others are of {theirs.shards} in {theirs.replicas}",
+                "Tell all workers of an engine the same, and each engine its own name",
+            )
+        if shard.number == theirs.number and geometry.digest != other.geometry.digest:
+            raise GeometryError(
+                f"another worker keeps shard {shard.number} with another geometry",
+                "Register what replicas keep alike",
+            )
+        if (geometry.chunk_tokens, geometry.groups) != (
+            other.geometry.chunk_tokens,
+            other.geometry.groups,
+        ):
+            raise GeometryError(
+                f"shards {shard.number} and {theirs.number} have other groups or chunks",
+                "Use the same blocks in all workers of an engine",
+            )
+        columns[theirs.number] = other.geometry.chunk_bytes
+    nbytes = sum(columns.values())
+    if nbytes > arena_bytes:
+        raise GeometryError(
+            f"{len(columns)} shards of a chunk take {nbytes} bytes, the arena has {arena_bytes}",
+            f"Start the server with an --arena of several times {nbytes} bytes",
+        )
+
+
 def check_description(description: bytes) -> None:
     """What a worker says of itself to its engine's other processes."""
     if len(description) > MAX_DESCRIPTION_BYTES:
@@ -178,8 +214,6 @@ class StoreBudget:
 
     def chunks_for(self, session: Session, chunk_bytes: int) -> int:
         """How many chunks the session's next store may reserve."""
-        if session.stores >= MAX_STORES:
-            return 0
         own_bytes = session.reserved_bytes
         share_bytes = (self.capacity_bytes - self.reserved_bytes + own_bytes) // 2
         return max((share_bytes - own_bytes) // chunk_bytes, 0 if session.stores else 1)

@@ -34,6 +34,7 @@ from lamina.server.transfer import Slot, Transfer
 from lamina.server.turns import Chores, Turns, in_turns
 from lamina.server.ways import ways_of
 from lamina.settings import ServerSettings
+from lamina.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Service:
         sizes = [region.nbytes for region in request.regions]
         try:
             limits.check_chunk(geometry, self._settings.chunk_tokens, self._budget.capacity_bytes)
+            self._check_shard(session, request)
             if request.page_map is not None:
                 request.page_map.check(geometry, sizes)
             else:
@@ -123,6 +125,11 @@ class Service:
             )
         except CopyDeniedError as error:
             raise refuse(error.cause, error.remedy, ErrorCode.COPY_DENIED) from error
+        try:
+            self._check_shard(session, request)  # others may have registered meanwhile
+        except GeometryError as error:
+            self._memories.close(memory)
+            raise refuse(error.cause, error.remedy, ErrorCode.BAD_GEOMETRY) from error
         ways = ways_of(request, memory, session.board)
         worker = Worker(
             request.device,
@@ -133,9 +140,15 @@ class Service:
             self._memories,
             *lanes,
             request.description,
+            request.shard,
         )
         self._sessions.register(session, worker)
         return protocol.Registered(request.id)
+
+    def _check_shard(self, session: Session, request: protocol.Register) -> None:
+        workers = self._sessions.workers_of(session.engine)
+        arena_bytes = self._budget.capacity_bytes
+        limits.check_shard(request.shard, request.geometry, workers, arena_bytes)
 
     def workers(self, session: Session, request: protocol.Workers) -> protocol.WorkersKnown:
         workers = self._sessions.workers_of(session.need_hello())
@@ -165,8 +178,8 @@ class Service:
     ) -> Turns[Awaitable[protocol.Retrieved]]:
         try:
             return (yield from self._retrieve(session, request))
-        except Exception:  # refused: nobody comes back for the lease
-            self._leases.end(session.engine, request.lease)
+        except Exception:  # refused: the rank does not come back for the lease
+            self._leases.end_of_rank(session.engine, request.lease, session.shard)
             raise
 
     def _retrieve(
@@ -174,7 +187,15 @@ class Service:
     ) -> Turns[Awaitable[protocol.Retrieved]]:
         worker = session.need_worker()
         chunks = self._leases.get(session.need_hello(), request.lease).chunks
-        addresses = yield from pin_for_retrieve(self._index, chunks, worker.geometry.digest)
+        layout = self._sessions.layout_of(session.engine)
+        if layout is None:
+            raise refuse(
+                f"not all {worker.shard.shards} shards of the engine have registered",
+                "Wait until all of its workers are connected, or recompute",
+                ErrorCode.NOT_REGISTERED,
+            )
+        column = worker.shard.number
+        addresses = yield from pin_for_retrieve(self._index, chunks, layout, column)
         try:
             transfer = self._begin_retrieve(session, worker, request, addresses)
         except Exception:
@@ -221,7 +242,7 @@ class Service:
         await transfer.ended.wait()
         session.finish(transfer)
         self._index.unpin(chunks)
-        self._leases.end(session.engine, request.lease)
+        self._leases.end_of_rank(session.engine, request.lease, session.shard)
         self._counters.retrieves += 1
         self._counters.retrieves_failed += bool(transfer.status)
         self._counters.retrieved_bytes += transfer.nbytes
@@ -247,14 +268,7 @@ class Service:
                 "Store full chunks",
             )
         limits.check_number(session, request.transfer)
-        room, chunk_bytes = no_room(), geometry.chunk_bytes
-        most_chunks = min(self._budget.chunks_for(session, chunk_bytes), len(request.keys))
-        self._budget.reserve(session, most_chunks * chunk_bytes)  # others do between our turns
-        if most_chunks:
-            room = yield from make_room(
-                self._index, geometry, request.parent, request.keys, most_chunks
-            )
-        self._budget.give_back(session, (most_chunks - len(room.reserved)) * chunk_bytes)
+        room = yield from self._make_room(session, worker.shard, request)
         transfer = None
         route = worker.ways.store(geometry, request, room)
         if route is not None:
@@ -269,14 +283,28 @@ class Service:
             )
             session.begin(transfer)
             worker.stores.submit(transfer)
-        return self._stored(session, request, room, len(room.reserved) * chunk_bytes, transfer)
+        return self._stored(session, worker, request, room, transfer)
+
+    def _make_room(self, session: Session, shard: Shard, request: protocol.Store) -> Turns[Room]:
+        """Within what the session's stores may reserve; a column of what is there costs nothing."""
+        layout = self._sessions.layout_of(session.engine)
+        if layout is None or session.stores >= limits.MAX_STORES:
+            return no_room()
+        most_chunks = min(self._budget.chunks_for(session, layout.chunk_bytes), len(request.keys))
+        most_bytes = most_chunks * layout.chunk_bytes
+        self._budget.reserve(session, most_bytes)  # others do between our turns
+        room = yield from make_room(
+            self._index, layout, shard, request.parent, request.keys, most_chunks
+        )
+        self._budget.give_back(session, most_bytes - room.reserved_bytes)
+        return room
 
     async def _stored(
         self,
         session: Session,
+        worker: Worker,
         request: protocol.Store,
         room: Room,
-        nbytes: int,
         transfer: Transfer | None,
     ) -> protocol.Stored:
         status, is_void = TransferStatus.OK, False
@@ -286,18 +314,18 @@ class Service:
             # closes the board, on which an engine that lost the connection still writes.
             is_void = transfer.is_void
             status = TransferStatus.CANCELLED if is_void else transfer.status
-        await in_turns(end_room(self._index, room, is_whole=not status))
-        self._budget.give_back(session, nbytes)
+        await in_turns(end_room(self._index, room, worker.shard.number, is_whole=not status))
+        self._budget.give_back(session, room.reserved_bytes)
         if transfer is not None:
             session.finish(transfer)  # a server that stops waits for this
         present = len(room.present) - bool(room.present and request.parent)
-        stored = 0 if status else len(room.reserved)
+        stored = 0 if status else len(room.claimed)
         dropped = len(request.keys) - present - stored
         self._counters.stores += 1
         self._counters.stores_failed += bool(status) and not is_void
         self._counters.stores_void += is_void
         self._counters.stored_chunks += stored
-        self._counters.stored_bytes += 0 if status else nbytes
+        self._counters.stored_bytes += stored * worker.geometry.chunk_bytes
         self._counters.present_chunks += present
         self._counters.dropped_chunks += dropped
         return protocol.Stored(request.id, status, stored, present, dropped)

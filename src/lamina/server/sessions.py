@@ -24,6 +24,7 @@ from lamina.server.lane import Lane
 from lamina.server.mappings import Memories
 from lamina.server.transfer import Transfer
 from lamina.server.ways import Ways
+from lamina.shards import WHOLE, ChunkLayout, Shard
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ HEARTBEAT_EVERY_S = 0.01
 @dataclass(frozen=True, slots=True)
 class Worker:
     """What a connection registered: its KV memory (or its rings) with the ways to it and who closes
-    it, the lanes of its device, and what it says of itself to its engine's other processes."""
+    it, the lanes of its device, what it says of itself to its engine's other processes, and which
+    shard of a chunk it keeps."""
 
     device: str
     geometry: Geometry
@@ -44,6 +46,7 @@ class Worker:
     retrieves: Lane
     stores: Lane
     description: bytes
+    shard: Shard
 
 
 class Session:
@@ -112,6 +115,11 @@ class Session:
                 ErrorCode.NOT_REGISTERED,
             )
         return self.worker
+
+    @property
+    def shard(self) -> Shard:
+        """Which it keeps of every chunk; a connection without a worker is taken for the only."""
+        return WHOLE if self.worker is None else self.worker.shard
 
     def begin(self, transfer: Transfer) -> None:
         """Note a transfer before its lane gets it."""
@@ -185,6 +193,7 @@ class Sessions:
         self._live: set[Session] = set()
         self._ending: set[Session] = set()
         self._workers: dict[Session, Worker] = {}  # those of live sessions, as they registered
+        self._layouts: dict[str, ChunkLayout] = {}
         self._process = random.getrandbits(31) << 32
         self._given_out = 0
 
@@ -201,6 +210,10 @@ class Sessions:
     def workers_of(self, engine: str) -> list[Worker]:
         """What the sessions of one engine have registered, in that order."""
         return [w for session, w in self._workers.items() if session.engine == engine]
+
+    def layout_of(self, engine: str) -> ChunkLayout | None:
+        """Of the chunks of an engine; None while one of its shards has no worker."""
+        return self._layouts.get(engine)
 
     def stats_beside(self, asking: Session) -> tuple[protocol.EngineStats, ...]:
         """Of all but the one that asks, in the order in which they came."""
@@ -229,15 +242,26 @@ class Sessions:
     def register(self, session: Session, worker: Worker) -> None:
         """The session is a worker's from now on."""
         session.worker = self._workers[session] = worker
+        self._update_layout(session.engine)
         session.log("joined")
 
     def end(self, session: Session) -> None:
         """Its connection is gone."""
         session.log("left")
         self._live.discard(session)
-        self._workers.pop(session, None)
+        if self._workers.pop(session, None) is not None:
+            self._update_layout(session.engine)
         session.end()
         self._ending = {s for s in self._ending | {session} if not s.over.is_set()}
+
+    def _update_layout(self, engine: str) -> None:
+        """One that is there stays as it is: `limits.check_shard` lets no other worker in."""
+        workers = self.workers_of(engine)
+        geometries = {worker.shard.number: worker.geometry for worker in workers}
+        if not workers or len(geometries) < workers[0].shard.shards:
+            self._layouts.pop(engine, None)
+        elif engine not in self._layouts:
+            self._layouts[engine] = ChunkLayout([geometries[n] for n in sorted(geometries)])
 
     def cancel_overdue(self, begun_before_s: float) -> int:
         """Cancel the transfers that began before a time; return how many were not yet."""

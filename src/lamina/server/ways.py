@@ -42,7 +42,7 @@ class Ways(Protocol):
         """Look at what a store names; returns the tokens that it covers."""
 
     def store(self, geometry: Geometry, request: protocol.Store, room: Room) -> Route | None:
-        """The route of a store into what has been reserved; None where there is nothing to do."""
+        """The route of a store into what it has claimed; None where there is nothing to do."""
 
 
 def ways_of(request: protocol.Register, memory: EngineMemory, board: Board) -> Ways:
@@ -96,7 +96,7 @@ class DirectWays:
         return check_block_ids(geometry, self._page_map, 0, covered, block_ids)
 
     def store(self, geometry: Geometry, request: protocol.Store, room: Room) -> Route | None:
-        if not room.reserved:
+        if not room.claimed:
             return None
         block_ids = blocks_of_chunks(geometry, _unpack(request.block_ids), room.numbers)
         regions = self._memory.addresses
@@ -147,7 +147,7 @@ class RingWays:
         return request.ring.tokens
 
     def store(self, geometry: Geometry, request: protocol.Store, room: Room) -> Route | None:
-        """Also where nothing is reserved: the engine waits until its records are drained."""
+        """Also where nothing is claimed: the engine waits until its records are drained."""
         assert request.ring is not None
         span = self._stores.join(self._cut(geometry, request), request.ring)
         return StoreRoute(self._stores, span, RecordRows(geometry, room.addresses, room.numbers))

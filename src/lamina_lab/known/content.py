@@ -58,6 +58,13 @@ def random_prompt(rng: random.Random) -> list[bytes]:
     return chain(f"document {number // 3}", *(f"{number} {part}" for part in parts))
 
 
+def keys_of_shard(keys: Sequence[bytes], shard: int) -> list[bytes]:
+    """What names the content of a shard of these chunks; of shard 0, the keys themselves."""
+    if not shard:
+        return list(keys)
+    return [hashlib.sha256(key + b"shard %d" % shard).digest() for key in keys]
+
+
 @functools.lru_cache(maxsize=4096)
 def content_of(key: bytes, geometry: Geometry) -> Pages:
     """The bytes of a chunk as they lie in the arena, shape (layers, planes, blocks, page bytes)."""

@@ -11,7 +11,15 @@ from lamina.board import TransferStatus
 from lamina.client import Client, Retrieve, Store
 from lamina.errors import LaminaError
 from lamina.settings import ClientSettings
-from lamina_lab.known.content import Blocks, Pages, content_of_run, ids, random_keys
+from lamina.shards import WHOLE, Shard
+from lamina_lab.known.content import (
+    Blocks,
+    Pages,
+    content_of_run,
+    ids,
+    keys_of_shard,
+    random_keys,
+)
 from lamina_lab.known.memory import HostKvSpace, KvSpace
 
 _PAUSE_S = 0.5e-3
@@ -45,18 +53,20 @@ class KnownWorker:
         clock: Callable[[], float] = time.monotonic,
         model: str = "",
         description: bytes = b"",
+        shard: Shard = WHOLE,
         patience_s: float = 20.0,
         **settings: Any,
     ) -> None:
         self.space = space
         self.geometry = space.geometry
+        self.shard = shard
         self.checked_bytes = 0
         self._patience_s = patience_s
         settings = {"suspect_after_ms": 5_000, "lookup_timeout_ms": 5_000, **settings}
         self.client = Client(
             ClientSettings(socket=socket, **settings), space.device, label, engine, clock, model
         )
-        self.client.register(self.geometry, space.page_map, space.allocations, description)
+        self.client.register(self.geometry, space.page_map, space.allocations, description, shard)
 
     @property
     def pages(self) -> Pages:
@@ -66,7 +76,7 @@ class KnownWorker:
 
     def compute(self, keys: Sequence[bytes], blocks: Blocks) -> None:
         """Write the content of chunks to these blocks."""
-        for layer, pages in enumerate(content_of_run(keys, self.geometry)):
+        for layer, pages in enumerate(self._content(keys)):
             self.space.write(layer, blocks, pages)
 
     def poison(self, blocks: Blocks) -> None:
@@ -85,7 +95,11 @@ class KnownWorker:
 
     def expect_chunks(self, keys: Sequence[bytes], blocks: Blocks) -> None:
         """Raise `WrongBytesError` unless these blocks hold the content of these chunks."""
-        self.expect(blocks, content_of_run(keys, self.geometry))
+        self.expect(blocks, self._content(keys))
+
+    def _content(self, keys: Sequence[bytes]) -> Pages:
+        """What this worker keeps of these chunks."""
+        return content_of_run(keys_of_shard(keys, self.shard.number), self.geometry)
 
     def begin_store(self, keys: Sequence[bytes], blocks: Blocks, parent: bytes = b"") -> Store:
         """Begin to store what is in these blocks."""
