@@ -13,6 +13,7 @@ from lamina.errors import ErrorCode, RequestRefusedError
 from lamina.server.arena import Arena
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
+from lamina.shards import Shard
 from tests.support.layouts import layout_of
 
 TTL_S = 10.0
@@ -228,3 +229,17 @@ def test_pins_are_always_those_of_the_live_leases(actions: list[tuple[str, ...]]
         expected = [sum(known[2] > n for known in live.values()) for n in range(CHUNKS)]
         assert table.pins() == expected
         assert len(table.leases) == len(live)
+
+
+def test_a_lease_ends_once_each_rank_has_ended_a_retrieve(table: Table) -> None:
+    lease = table.grant("e", "s1", "r", table.chunks[:2])
+    ranks = [Shard(number, 2, replica, 2) for number in range(2) for replica in range(2)]
+    for shard in (*ranks[:3], *ranks[:3]):
+        table.leases.end_of_rank("e", lease.number, shard)
+        assert table.leases.get("e", lease.number) is lease
+    table.leases.end_of_rank("f", lease.number, ranks[3])
+    assert table.pins() == [1, 1, 0, 0], "another engine's rank"
+    table.leases.end_of_rank("e", lease.number, ranks[3])
+    refused(table, "e", lease.number)
+    table.leases.end_of_rank("e", lease.number, ranks[3])
+    assert table.pins() == [0] * CHUNKS
