@@ -74,9 +74,7 @@ class Engine:
         blocks = TARGET[: found.chunks * BLOCKS_PER_CHUNK]
         for worker in self.workers if found.chunks else ():
             worker.poison(blocks)
-            retrieve = worker.begin_leased(request, found.lease, blocks)
-            worker.wait(lambda retrieve=retrieve: retrieve.is_acknowledged)
-            assert retrieve.outcome is TransferStatus.OK
+            assert retrieve(worker, request, found.lease, blocks) is TransferStatus.OK
             worker.expect_chunks(keys[: found.chunks], blocks)
         return found.chunks
 
@@ -97,6 +95,19 @@ def store(worker: PageWorker, keys: Sequence[bytes], parent: bytes = b"") -> Sto
     begun = begin(worker, keys, parent)
     worker.wait(lambda: begun.is_over and begun.is_settled)
     return begun
+
+
+def wait_for_end(worker: PageWorker, begun: Store) -> None:
+    worker.wait(lambda: begun.ended is not None)
+
+
+def retrieve(
+    worker: PageWorker, request: str, lease: int, blocks: Sequence[int] = TARGET
+) -> TransferStatus | None:
+    """How it has ended."""
+    begun = worker.begin_leased(request, lease, blocks)
+    worker.wait(lambda: begun.is_acknowledged)
+    return begun.outcome
 
 
 def counts(begun: Store) -> tuple[int, int, int]:
@@ -157,7 +168,7 @@ def test_shards_that_store_at_the_same_time_share_the_room_and_one_pays_for_it(
     assert server.gauges()["arena_free_bytes"] == server.gauges()["arena_capacity_bytes"] - nbytes
     server.device.stores.open()
     for worker, begun in zip(engine.workers, stores, strict=True):
-        worker.wait(lambda begun=begun: begun.ended is not None)
+        wait_for_end(worker, begun)
     assert engine.found(keys) == CHUNKS
     check_all_comes_back(server)
 
@@ -207,7 +218,7 @@ def cancelled(server: ServerThread, worker: PageWorker, keys: list[bytes]) -> No
             session.cancel(lambda _: True)
 
     server.on_loop(cancel)
-    worker.wait(lambda: begun.ended is not None)
+    wait_for_end(worker, begun)
     assert counts(begun) == (0, 0, CHUNKS)
 
 
@@ -333,7 +344,8 @@ def test_a_column_of_what_is_there_needs_no_room_and_no_budget(
     assert small.gauges()["arena_free_bytes"] == 0
     begun = begin(engine.workers[1], keys)
     small.device.stores.open()
-    engine.workers[1].wait(lambda: begun.ended is not None and all(s.ended for s in others))
+    for one in (begun, *others):
+        wait_for_end(engine.workers[1], one)
     assert counts(begun) == (3, 0, 0)
     assert engine.found(keys) == 3
 
@@ -398,7 +410,7 @@ def test_a_rank_that_dies_in_the_middle_of_its_store_leaves_the_others_columns(
     engine.workers[1].client.close()
     eventually(lambda: server.gauges()["sessions"] == sessions - 1)
     server.device.stores.open()
-    engine.workers[0].wait(lambda: ours.ended is not None)
+    wait_for_end(engine.workers[0], ours)
     assert counts(ours) == (CHUNKS, 0, 0)
     eventually(lambda: server.gauges()["pins"] == 0)
     assert counts(engine.store(random_keys(1), 0)[0]) == (0, 0, 1), "the engine has no layout"
@@ -507,36 +519,28 @@ def test_a_lease_ends_with_the_retrieve_of_the_last_rank(
     engine = Engine(make_worker, "one", replicas=2)
     lease = leased(engine, keys)
     for rank in (3, 0, 3, 0, 1):
-        retrieve = engine.workers[rank].begin_leased("r", lease, TARGET)
-        engine.workers[rank].wait(lambda retrieve=retrieve: retrieve.is_acknowledged)
-        assert retrieve.outcome is TransferStatus.OK
+        assert retrieve(engine.workers[rank], "r", lease) is TransferStatus.OK
         assert (server.gauges()["leases"], server.gauges()["pins"]) == (1, CHUNKS)
-    retrieve = engine.workers[2].begin_leased("r", lease, TARGET)
-    engine.workers[2].wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
+    assert retrieve(engine.workers[2], "r", lease) is TransferStatus.OK
     assert (server.gauges()["leases"], server.gauges()["pins"]) == (0, 0)
 
 
 def fails(server: ServerThread, worker: PageWorker, lease: int) -> None:
     server.device.retrieves.fail_next(DeviceError("the link broke", "Mend it"))
-    retrieve = worker.begin_leased("r", lease, TARGET)
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.COPY_FAILED
+    assert retrieve(worker, "r", lease) is TransferStatus.COPY_FAILED
 
 
 def is_refused(server: ServerThread, worker: PageWorker, lease: int) -> None:
-    retrieve = worker.begin_leased("r", lease, range(60, 68))
-    worker.wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.REFUSED
+    assert retrieve(worker, "r", lease, range(60, 68)) is TransferStatus.REFUSED
 
 
 def is_cancelled(server: ServerThread, worker: PageWorker, lease: int) -> None:
     server.device.retrieves.close()
-    retrieve = worker.begin_leased("r", lease, TARGET)
+    begun = worker.begin_leased("r", lease, TARGET)
     server.device.retrieves.wait_until_held()
-    worker.client.cancel(retrieve)
+    worker.client.cancel(begun)
     server.device.retrieves.open()
-    worker.wait(lambda: retrieve.is_acknowledged)
+    worker.wait(lambda: begun.is_acknowledged)
 
 
 @pytest.mark.parametrize("ends", [fails, is_refused, is_cancelled])
@@ -546,9 +550,7 @@ def test_a_rank_whose_retrieve_does_not_end_well_is_done_with_the_lease(
     lease = leased(engine, keys)
     ends(server, engine.workers[1], lease)
     assert (server.gauges()["leases"], server.gauges()["pins"]) == (1, CHUNKS)
-    retrieve = engine.workers[0].begin_leased("r", lease, TARGET)
-    engine.workers[0].wait(lambda: retrieve.is_acknowledged)
-    assert retrieve.outcome is TransferStatus.OK
+    assert retrieve(engine.workers[0], "r", lease) is TransferStatus.OK
     assert (server.gauges()["leases"], server.gauges()["pins"]) == (0, 0)
 
 
@@ -557,8 +559,7 @@ def test_a_lease_that_a_rank_does_not_retrieve_ends_as_any(
     server: ServerThread, engine: Engine, keys: list[bytes], end: str
 ) -> None:
     lease = leased(engine, keys)
-    retrieve = engine.workers[1].begin_leased("r", lease, TARGET)
-    engine.workers[1].wait(lambda: retrieve.is_acknowledged)
+    retrieve(engine.workers[1], "r", lease)
     assert server.gauges()["leases"] == 1
     owner = engine.workers[0]
     if end == "request":
