@@ -106,7 +106,7 @@ class Engine:
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.blocks = blocks
-        self._tensors = core.model_executor.driver_worker.worker.model_runner.kv_caches
+        self._tensors = self._memory_of(core.model_executor)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.answers: dict[str, Answer] = {}
         self.blocks_of: dict[str, list[int]] = {}
@@ -115,6 +115,10 @@ class Engine:
         """Requests that lost their blocks on the way, since the last `forget`."""
         if self.side.client.is_usable:
             eventually(self.find_identity)
+
+    def _memory_of(self, executor: Any) -> Any:
+        """The KV of all layers, where it is in this process."""
+        return executor.driver_worker.worker.model_runner.kv_caches
 
     @property
     def connector(self) -> Any:
