@@ -219,21 +219,27 @@ class Index:
 
     def _forget(self, chunk: Chunk) -> None:
         """With those before it that are empty and that nothing else needed."""
-        self._later(self._forget_upwards(chunk))
+        if (emptied := self._remove(chunk)) is not None:
+            self._later(self._remove_upwards(emptied))
 
-    def _forget_upwards(self, chunk: Chunk) -> Turns[None]:
+    def _remove_upwards(self, chunk: Chunk | None) -> Turns[None]:
         pace = Pace()
-        while True:
-            del self._dicts[chunk.key[0]][chunk.key]
-            self._arena.free(chunk.address, chunk.layout.chunk_bytes)
-            if not chunk.parent_key:
-                return
-            chunk = self._dicts[chunk.parent_key[0]][chunk.parent_key]
-            chunk.children -= 1
-            if self._is_needed(chunk) or not chunk.is_empty:
-                self._let_go(chunk)
-                return
+        while chunk is not None:
             if pace.is_spent():
                 yield None
                 if self.get(chunk.key) is not chunk or self._is_needed(chunk) or not chunk.is_empty:
                     return  # somebody used it meanwhile, and has let it go since or will
+            chunk = self._remove(chunk)
+
+    def _remove(self, chunk: Chunk) -> Chunk | None:
+        """Give its memory back. Returns its parent where that can go at once, too."""
+        del self._dicts[chunk.key[0]][chunk.key]
+        self._arena.free(chunk.address, chunk.layout.chunk_bytes)
+        if not chunk.parent_key:
+            return None
+        parent = self._dicts[chunk.parent_key[0]][chunk.parent_key]
+        parent.children -= 1
+        if parent.is_empty and not self._is_needed(parent):
+            return parent
+        self._let_go(parent)
+        return None

@@ -105,7 +105,6 @@ class Service:
         sizes = [region.nbytes for region in request.regions]
         try:
             limits.check_chunk(geometry, self._settings.chunk_tokens, self._budget.capacity_bytes)
-            self._check_shard(session, request)
             if request.page_map is not None:
                 request.page_map.check(geometry, sizes)
             else:
@@ -126,7 +125,9 @@ class Service:
         except CopyDeniedError as error:
             raise refuse(error.cause, error.remedy, ErrorCode.COPY_DENIED) from error
         try:
-            self._check_shard(session, request)  # others may have registered meanwhile
+            # Not before: others may have registered while the memory was opened.
+            workers = self._sessions.workers_of(session.engine)
+            limits.check_shard(request.shard, geometry, workers, self._budget.capacity_bytes)
         except GeometryError as error:
             self._memories.close(memory)
             raise refuse(error.cause, error.remedy, ErrorCode.BAD_GEOMETRY) from error
@@ -144,11 +145,6 @@ class Service:
         )
         self._sessions.register(session, worker)
         return protocol.Registered(request.id)
-
-    def _check_shard(self, session: Session, request: protocol.Register) -> None:
-        workers = self._sessions.workers_of(session.engine)
-        arena_bytes = self._budget.capacity_bytes
-        limits.check_shard(request.shard, request.geometry, workers, arena_bytes)
 
     def workers(self, session: Session, request: protocol.Workers) -> protocol.WorkersKnown:
         workers = self._sessions.workers_of(session.need_hello())
