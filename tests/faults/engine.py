@@ -78,12 +78,13 @@ class _Client(Client):
         layers_per_slice: int,
         ticket: Ticket | None = None,
         number: int | None = None,
+        deadline_s: float | None = None,
     ) -> Retrieve | None:
         assert isinstance(self.device, StreamDevice)
         if not self.device.is_running:
             ticket = self.write_ticket()
         return super().retrieve(
-            request, lease, start_tokens, block_ids, layers_per_slice, ticket, number
+            request, lease, start_tokens, block_ids, layers_per_slice, ticket, number, deadline_s
         )
 
 

@@ -111,7 +111,7 @@ VLLM = (
         12,
         "pages that one attention backend wrote are read by another",
         "engines/vllm/identity.py",
-        "            backend=worker.backend,\n",
+        "            backend=workers.backend,\n",
         "",
         ("tests/vllm/test_identity.py",),
     ),

@@ -39,7 +39,7 @@ def identity(config: Any, model_id: str = "m", version: str = "0.32.0") -> Ident
 
 
 def namespace(found: Identity, worker: WorkerDescription = WORKER) -> Namespace:
-    found.worker_told(WorkerDescription.decode(worker.encode()))
+    found.workers_told(WorkerDescription.decode(worker.encode()))
     name = found.namespace()
     assert name is not None
     return name

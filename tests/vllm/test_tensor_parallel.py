@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +207,12 @@ def test_server_and_rank_that_are_killed(model: Path, module_socket: Path) -> No
     engine.forget()
     for name, mode in EVERY_MODE.items():
         engine.add(name, PROMPT, 8, store=False, **mode)
-    engine.step_until(lambda: engine.side.retrieves.open)
+    answers = engine.in_thread(engine.run)
+    with closing(connected_client(socket)) as client:
+        eventually(lambda: values(client)["queued_transfers"])
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    for answer in engine.run().values():
+    for answer in answers.result(60).values():
         assert (answer.tokens, answer.reason) in [(alone.tokens, "length"), ([], "error")]
     assert engine.ask(PROMPT, 8, retrieve=False, store=False).tokens == alone.tokens
     server = own_server(socket)
@@ -225,8 +228,7 @@ def test_server_and_rank_that_are_killed(model: Path, module_socket: Path) -> No
     with pytest.raises(Exception, match=r"(?i)worker|executor|engine|died|cancelled"):
         ask_for_ever(engine)
     engine.close()
-    client = connected_client(socket)
-    eventually(lambda: values(client)["sessions"] == 0)
-    assert not values(client)["pins"]
-    client.close()
+    with closing(connected_client(socket)) as client:
+        eventually(lambda: values(client)["sessions"] == 0)
+        assert not values(client)["pins"]
     server.stop()

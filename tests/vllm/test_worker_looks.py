@@ -14,7 +14,7 @@ from lamina.engines.vllm.messages import RetrieveSpec, StepReport, TransferState
 from lamina.engines.vllm.worker import WorkerSide, _Retrieving
 
 NUMBER, BLOCKS = 7, [3, 4]
-SPEC = RetrieveSpec(NUMBER, "r", 1, 0, BLOCKS, 1, release_after_slices=1, needs_ticket=False)
+SPEC = RetrieveSpec(NUMBER, "r", 1, 0, BLOCKS, 1, 1, needs_ticket=False, deadline_s=0.0)
 
 
 class Turning:
