@@ -40,6 +40,8 @@ test-faults: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+	$(if $(ARGS),,LAMINA_TEST_RANKS=2 $(VLLM_ENV) $(VLLM_BIN)/python -m pytest \
+	  $(wildcard tests/vllm/test_scheduler_*.py) $(PYTEST_ARGS))
 
 # On a GPU host with what scripts/gpu packs; vLLM 0.26.0, both runners, both ways of scheduling.
 test-vllm-gpu:

@@ -252,6 +252,8 @@ class ScriptedClient:
         self.leases: dict[int, tuple[str, list[bytes]]] = first.leases if first else {}
         self._uses: Counter[int] = first._uses if first else Counter()
         self.retrieves: list[ScriptedRetrieve] = []
+        self.deadlines_s: list[float | None] = []
+        """Of the retrieves that were begun."""
         self.stores: list[ScriptedStore] = []
         self.written: set[int] = set()
         """Blocks that steps under way write."""
@@ -366,6 +368,7 @@ class ScriptedClient:
         deadline_s: float | None = None,
     ) -> ScriptedRetrieve | None:
         self._take_number(number)
+        self.deadlines_s.append(deadline_s)
         blocks = [int(block) for block in block_ids[0]]
         if not (self.is_usable and self.takes_retrieves and lease in self.leases):
             self.leases.pop(lease, None)  # it runs out
@@ -408,9 +411,10 @@ class ScriptedClient:
     def end_request(self, request: str) -> None:
         check_name("the request's name", request)
         self._end_leases(request)
-        for retrieve in self.open_retrieves:
-            if retrieve.request == request:
-                self.cancel(retrieve)
+        for peer in self.peers:
+            for retrieve in peer.open_retrieves:
+                if retrieve.request == request:
+                    peer.cancel(retrieve)
 
     def end_lease(self, lease: int) -> None:
         self.leases.pop(lease, None)

@@ -177,3 +177,29 @@ def test_blocks_stay_held_until_both_ranks_have_stored(mode: str, rank: int) -> 
     assert rig.free == held < rig.blocks - 1
     rig.clients[1 - rank].is_swift = True
     rig.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reset_makes_the_ranks_give_up_their_stores(mode: str) -> None:
+    """A server that answers neither must not keep blocks for longer than a step."""
+    rig = Apart(mode)
+    rig.add("A", ASKED)
+    rig.run("A")
+    rig.until(lambda: all(client.stores for client in rig.clients))
+    assert not rig.scheduler.reset_prefix_cache()
+    rig.until(lambda: rig.side.stores.is_idle)
+    assert all(store.is_over for client in rig.clients for store in client.stores)
+    assert rig.scheduler.reset_prefix_cache()
+    rig.close()
+
+
+def test_all_ranks_give_a_retrieve_up_at_one_time() -> None:
+    rig = Apart("async")
+    rig.begin(**WAYS["1-layer"])
+    (first,), (second,) = (client.deadlines_s for client in rig.clients)
+    assert first is not None
+    assert first == second
+    rig.client.leads = True
+    rig.client.is_swift = True
+    rig.run("A")
+    rig.close()

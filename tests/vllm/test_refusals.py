@@ -30,6 +30,7 @@ from lamina.linux import Peer, peer_of
 from tests.support.server import ServerProcess, ServerThread
 from tests.support.wait import eventually
 from tests.vllm.engine import BLOCK_TOKENS, connector_config
+from tests.vllm.scheduler_harness import HANDS_OVER_MANAGER
 
 BLOCKS = 6
 Start = Callable[..., LaminaConnector]
@@ -112,17 +113,51 @@ def test_role_other_than_both(start: Start, caplog: pytest.LogCaptureFixture, ro
     check_refused(caplog, make, role, '"kv_role":"kv_both"')
 
 
-@pytest.mark.parametrize(
-    ("args", "cause"),
-    [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
-    ],
-)
-def test_parallelism(
-    start: Start, caplog: pytest.LogCaptureFixture, args: dict[str, Any], cause: str
+def test_pipeline_parallelism_that_nobody_asked_for(
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_refused(caplog, lambda: start(**args), cause, "one GPU per engine")
+    make = lambda: start(pipeline_parallel_size=2)  # noqa: E731
+    check_refused(caplog, make, "pipeline_parallel_size is 2", "lamina.pipeline_parallel")
+    if HANDS_OVER_MANAGER:
+        start(pipeline_parallel_size=2, settings={"pipeline_parallel": True})
+
+
+def having(**fields: Any) -> Callable[[VllmConfig], None]:
+    """The engine's ranks are arranged so, whatever this platform says to it."""
+
+    def change(config: VllmConfig) -> None:
+        for name, value in fields.items():
+            setattr(config.parallel_config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism(start: Start, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    make = lambda: start(change=having(**{name: 2}))  # noqa: E731
+    check_refused(caplog, make, "context parallelism is on", "switch it off")
+
+
+def test_micro_batches(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    make = lambda: start(change=having(enable_dbo=True))  # noqa: E731
+    check_refused(caplog, make, "micro-batches", "start without --enable-dbo")
+
+
+def test_ranks_that_would_wait_for_too_long(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM ends the engine when a step takes 300 s."""
+    change = having(tensor_parallel_size=2)
+    make = lambda: start(change=change, settings={"retrieve_timeout_ms": 90_000})  # noqa: E731
+    if HANDS_OVER_MANAGER:
+        check_refused(caplog, make, "retrieve_timeout_ms is 90000", "use 60000 at most")
+        start(settings={"retrieve_timeout_ms": 90_000})
+
+
+def test_ranks_of_a_vllm_that_gives_no_other_blocks(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamina.engines.vllm.connector._HANDS_OVER_MANAGER", False)
+    make = lambda: start(change=having(tensor_parallel_size=2))  # noqa: E731
+    check_refused(caplog, make, "this engine has several ranks", "use vLLM 0.32 or newer")
 
 
 def test_prefix_caching_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:

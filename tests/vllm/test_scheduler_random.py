@@ -10,7 +10,7 @@ import pytest
 
 from lamina.client import Offer, Prefix, Prefixes, Reason, Release
 from tests.vllm import scheduler_guards as guards
-from tests.vllm.scheduler_harness import MODES, Rig, Step, prompt
+from tests.vllm.scheduler_harness import HANDS_OVER_MANAGER, MODES, RANKS, Rig, Step, prompt
 from tests.vllm.scripted_client import CHUNK, LAYERS
 
 EPISODES = 100
@@ -18,14 +18,19 @@ FAMILIES = (1, 2)
 
 
 class Episode:
-    """A few requests with shared prefixes, little room, and a server that does as it likes."""
+    """A few requests with shared prefixes, little room, and a server that does as it likes; with
+    `apart` it does so to each of two ranks by itself."""
 
-    def __init__(self, mode: str, seed: int) -> None:
+    def __init__(self, mode: str, seed: int, apart: bool = False) -> None:
         self._draw = random.Random(seed)
         blocks, step_tokens = self._draw.choice([14, 20, 40]), self._draw.choice([64, 512])
-        self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens)
+        ranks = 2 if apart else RANKS
+        self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens, ranks=ranks)
+        self.rig.client.leads = not apart
+        self._movers = self.rig.clients if apart else [self.rig.client]
         self.rig.side._prefixes.offer = self._offer  # type: ignore[assignment, method-assign]
-        self.rig.client.acknowledges = self._chance(0.5)
+        for client in self._movers:
+            client.acknowledges = self._chance(0.5)
         self.rig.client.answers = self._chance(0.8)
         for family in FAMILIES:
             self.rig.hold(prompt(family, 160), self._draw.randrange(6))
@@ -69,7 +74,7 @@ class Episode:
         self.rig.add(name, asked, max_tokens=self._draw.randint(1, 40), **options)
 
     def _move_transfers(self) -> None:
-        for retrieve in self.rig.client.open_retrieves:
+        for retrieve in [x for client in self._movers for x in client.open_retrieves]:
             if retrieve.outcome is not None:
                 if self._chance(0.3):
                     retrieve.end()
@@ -77,12 +82,12 @@ class Episode:
                 retrieve.land(retrieve.landed_slices + 1)
             elif self._chance(0.06):
                 retrieve.fail(is_over=self._chance(0.5))
-        for store in self.rig.client.stores:
+        for store in [x for client in self._movers for x in client.stores]:
             if self._chance(0.3):
                 store.end()
 
     def _disturb(self) -> None:
-        client = self.rig.client
+        client = self._draw.choice(self._movers)
         if self.rig.requests and self._chance(0.05):
             self.rig.abort(self._anyone())
         if self.rig.requests and self._chance(0.1):
@@ -90,7 +95,7 @@ class Episode:
         if self._chance(0.08):
             client.is_usable = not client.is_usable
         if self._chance(0.1):
-            client.answers = not client.answers
+            self.rig.client.answers = not self.rig.client.answers
         if self._chance(0.02):
             self.rig.connector.reset_cache()
 
@@ -105,6 +110,13 @@ class Episode:
 @pytest.mark.parametrize("mode", MODES)
 def test_anything_at_any_time(mode: str, seed: int) -> None:
     Episode(mode, seed).run()
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="several ranks are refused")
+@pytest.mark.parametrize("seed", range(EPISODES))
+@pytest.mark.parametrize("mode", MODES)
+def test_anything_at_any_time_on_either_of_two_ranks(mode: str, seed: int) -> None:
+    Episode(mode, seed, apart=True).run()
 
 
 @pytest.mark.parametrize(

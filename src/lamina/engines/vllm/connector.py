@@ -322,12 +322,15 @@ class LaminaConnector(KVConnectorBase_V1):
         return True
 
     def _give_up_stores(self) -> None:
-        """A server that does not answer must not keep blocks from a reset."""
+        """A server that does not answer must not keep blocks from a reset. Ranks in processes of
+        their own learn of it with the next step: the reset after that one gets the blocks."""
         assert self._scheduler is not None
         self._scheduler.stores.give_up_queued()
         if (worker := self._worker_here()) is not None:
             for number in worker.give_up_stores():
                 self._scheduler.stores.end(number)
+        else:
+            self._scheduler.stores.give_up_on_ranks()
 
     def _guarded(self) -> tuple[SchedulerSide, Boundary]:
         assert self._scheduler is not None

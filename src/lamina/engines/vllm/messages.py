@@ -78,6 +78,8 @@ class StepMetadata(KVConnectorMetadata):
     tokens: int = 0
     cancelled: list[int] = field(default_factory=list)
     """Retrieves that failed on some rank before their requests ran: no rank needs them now."""
+    give_up_stores: bool = False
+    """Whether stores of former steps are given up: a reset waits for their blocks."""
     look_at_weights: int = 0
     """The number of a reset after which the weights may be others; 0: there is nothing to ask."""
 

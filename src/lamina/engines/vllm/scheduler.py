@@ -197,6 +197,7 @@ class SchedulerSide:
             self.retrieves.bad_blocks(),
             output.total_num_scheduled_tokens,
             self.retrieves.take_cancelled(),
+            self.stores.take_given_up(),
             self._identity.epochs.resets if asks else 0,
         )
 

@@ -29,6 +29,7 @@ class Stores:
         self._open: dict[int, list[int]] = {}  # the blocks that each store holds
         self._held_blocks = 0
         self._queued: list[StoreSpec] = []
+        self._are_given_up = False
 
     @property
     def is_idle(self) -> bool:
@@ -65,6 +66,16 @@ class Stores:
         """Stores that no step has taken yet are over."""
         for spec in self.take_queued():
             self.end(spec.number)
+
+    def give_up_on_ranks(self) -> None:
+        """Have those that are under way given up with the next step, by ranks in other
+        processes."""
+        self._are_given_up = bool(self._open)
+
+    def take_given_up(self) -> bool:
+        """Whether the ranks are to give up their stores before the step that is being built."""
+        given_up, self._are_given_up = self._are_given_up, False
+        return given_up
 
     def end(self, number: int) -> None:
         """The worker's side says that a store is over, or given up: no block of it is read."""

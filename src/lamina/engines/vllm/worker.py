@@ -97,7 +97,7 @@ class WorkerSide:
         self._block_bytes = sum(layer.planes * layer.page_bytes for layer in layers)
         self._retrieves: dict[int, _Retrieving] = {}
         self._stores: dict[int, Store] = {}
-        self._stores_never_begun: list[int] = []
+        self._ended_stores: list[int] = []
         self._unaccounted: deque[_Retrieving] = deque(maxlen=_MOST_UNACCOUNTED)
         self._thread: int | None = None
         self._step: StepMetadata | None = None
@@ -123,6 +123,8 @@ class WorkerSide:
         self.client.poll()
         self._step = step
         self.invalid_blocks = set()
+        if step.give_up_stores:
+            self._ended_stores += self.give_up_stores()
         for number in step.cancelled:
             retrieving = self._retrieves.get(number)
             if retrieving is not None and retrieving.state <= TransferState.RELEASED:
@@ -180,9 +182,9 @@ class WorkerSide:
         over = [number for number, store in self._stores.items() if store.is_over]
         for number in over:
             del self._stores[number]
-        for number in [*over, *self._stores_never_begun]:
+        for number in [*over, *self._ended_stores]:
             report.states[number, TransferState.OVER] = 1
-        self._stores_never_begun.clear()
+        self._ended_stores.clear()
         report.accounts = self._take_accounts()
         report.weights, self._weights_now = self._weights_now, []
         if self._step is not None and self._step.tokens:
@@ -224,7 +226,7 @@ class WorkerSide:
         blocks = [np.array(spec.blocks, np.int32)]
         store = self.client.store(spec.parent, spec.keys, blocks, ticket, spec.number)
         if store is None:
-            self._stores_never_begun.append(spec.number)
+            self._ended_stores.append(spec.number)
         else:
             self._stores[spec.number] = store
 
