@@ -10,6 +10,7 @@ from tests.mutants.mutation import Mutation
 HAZARDS = "tests/vllm/test_scheduler_hazards.py"
 IDENTITY = "tests/vllm/test_scheduler_identity.py"
 STORES = "tests/vllm/test_scheduler_stores.py"
+RANKS = "tests/vllm/test_ranks.py"
 
 VLLM = (
     Mutation(
@@ -172,5 +173,32 @@ VLLM = (
         "self.counts.retrieved_bytes += len(retrieving.spec.blocks) * self._block_bytes",
         "self.counts.retrieved_bytes += 0",
         ("tests/vllm/test_scheduler_counts.py",),
+    ),
+    Mutation(
+        "vllm-failed-on-one-rank-only",
+        14,
+        "a request runs over KV that one of its ranks never got",
+        "engines/vllm/scheduler.py",
+        "needed = 1 if self.retrieves.recomputes_elsewhere else self._ranks",
+        "needed = self._ranks",
+        (f"{RANKS}::test_a_rank_that_cannot_begin",),
+    ),
+    Mutation(
+        "vllm-over-on-one-rank-only",
+        14,
+        "blocks are handed out while one of several ranks still reads or writes them",
+        "engines/vllm/scheduler.py",
+        "for number in reports.take(TransferState.OVER, self._ranks):",
+        "for number in reports.take(TransferState.OVER, 1):",
+        (f"{RANKS}::test_blocks_stay_held_until_both_ranks_have_stored",),
+    ),
+    Mutation(
+        "vllm-replicas-counted-twice",
+        14,
+        "ranks that keep the same heads have columns of their own",
+        "engines/vllm/ranks.py",
+        "number = get_pp_group().rank_in_group * shards + rank // replicas",
+        "number = get_pp_group().rank_in_group * shards + rank % shards",
+        ("tests/vllm/test_shards.py::test_more_ranks_than_heads_keep_the_same_in_pairs",),
     ),
 )

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from lamina import protocol
-from lamina.client import Client
 from lamina.errors import DeviceError
 from tests.support.server import ServerProcess, ServerThread, connected_client
 from tests.support.wait import eventually
@@ -21,6 +20,7 @@ from tests.vllm.engine import CHUNK_TOKENS, Engine, random_tokens
 from tests.vllm.modes import MODES
 from tests.vllm.ranks_engine import RANKS, RanksEngine
 from tests.vllm.test_engine_retrieve import answers_alone, check_same, sharing_prompts
+from tests.vllm.tiny_llama import write_model
 
 HIT = 4 * CHUNK_TOKENS
 PROMPT = random_tokens(HIT + 30, 90)
@@ -182,40 +182,69 @@ def own_server(socket: Path, *options: str) -> ServerProcess:
     return server
 
 
-def values(client: Client) -> dict[str, float]:
-    """What a server tells of itself."""
-    stats = client.ask(protocol.GetStats)
-    assert isinstance(stats, protocol.Stats)
-    return stats.values
-
-
 def ask_for_ever(engine: RanksEngine) -> None:
     for number in range(1000):
         engine.ask(random_tokens(100, 95, number), 4)
     raise AssertionError("an engine goes on without one of its ranks")
 
 
-def test_server_and_rank_that_are_killed(model: Path, module_socket: Path) -> None:
-    """In the middle of retrieves: requests compute, or end in an error where they were released.
-    With another server they hit again. When a rank dies its engine does, and the server gives back
-    all that it had."""
-    socket = module_socket.parent.parent / "own" / "lamina.sock"
-    server = own_server(socket, "--host-link-gbps", SLOW_GBPS)
-    engine = RanksEngine(model, socket, reconnect_every_ms=100)
-    alone = engine.ask(PROMPT, 8)
-    engine.run()
+class Lone:
+    """An engine of a model with one KV head for both ranks, and its server on a slow link."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "own" / "lamina.sock"
+        self.server = own_server(self.socket, "--host-link-gbps", SLOW_GBPS)
+        model = write_model(directory / "model", kv_heads=1)
+        self.engine = RanksEngine(model, self.socket, reconnect_every_ms=100)
+        self.alone = self.engine.ask(PROMPT, 8)
+        self.pages = self.engine.pages_of("alone", HIT)
+        self.engine.run()
+
+    def values(self) -> dict[str, float]:
+        """What the server tells of itself."""
+        with closing(connected_client(self.socket)) as client:
+            stats = client.ask(protocol.GetStats)
+            assert isinstance(stats, protocol.Stats)
+            return stats.values
+
+
+@pytest.fixture(scope="module")
+def lone(module_socket: Path) -> Iterator[Lone]:
+    lone = Lone(module_socket.parent.parent)
+    yield lone
+    lone.engine.close()
+    lone.server.stop()
+
+
+def test_ranks_that_keep_the_same_write_one_column_together(lone: Lone) -> None:
+    """More ranks than KV heads: each has written a part, and each retrieves all of it."""
+    engine = lone.engine
+    np.testing.assert_array_equal(lone.pages[0], lone.pages[1])
+    stats = lone.values()
+    assert stats["stored_chunks"] == stats["chunks"] == HIT // CHUNK_TOKENS
+    assert stats["stored_bytes"] == lone.pages[0].nbytes
+    for mode in EVERY_MODE.values():
+        engine.forget()
+        hit = engine.ask(PROMPT, 8, store=False, **mode)
+        assert (hit.tokens, hit.cached) == (lone.alone.tokens, HIT)
+        np.testing.assert_array_equal(engine.pages_of("alone", HIT), lone.pages)
+
+
+def test_a_server_that_is_killed_in_the_middle_of_retrieves(lone: Lone) -> None:
+    """Requests compute, or end in an error where they were released. With another server they hit
+    again."""
+    engine, alone = lone.engine, lone.alone
     engine.forget()
     for name, mode in EVERY_MODE.items():
         engine.add(name, PROMPT, 8, store=False, **mode)
     answers = engine.in_thread(engine.run)
-    with closing(connected_client(socket)) as client:
-        eventually(lambda: values(client)["queued_transfers"])
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait()
+    eventually(lambda: lone.values()["queued_transfers"])
+    lone.server.process.send_signal(signal.SIGKILL)
+    lone.server.process.wait()
     for answer in answers.result(60).values():
         assert (answer.tokens, answer.reason) in [(alone.tokens, "length"), ([], "error")]
     assert engine.ask(PROMPT, 8, retrieve=False, store=False).tokens == alone.tokens
-    server = own_server(socket)
+    lone.server = own_server(lone.socket)
 
     def hits() -> bool:
         engine._llm.reset_prefix_cache()
@@ -224,11 +253,13 @@ def test_server_and_rank_that_are_killed(model: Path, module_socket: Path) -> No
         return answer.cached == HIT
 
     eventually(hits, patience_s=60)
-    os.kill(engine.pids[1], signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_ends_its_engine_and_leaves_nothing_held(lone: Lone) -> None:
+    """The last test of this engine."""
+    os.kill(lone.engine.pids[1], signal.SIGKILL)
     with pytest.raises(Exception, match=r"(?i)worker|executor|engine|died|cancelled"):
-        ask_for_ever(engine)
-    engine.close()
-    with closing(connected_client(socket)) as client:
-        eventually(lambda: values(client)["sessions"] == 0)
-        assert not values(client)["pins"]
-    server.stop()
+        ask_for_ever(lone.engine)
+    lone.engine.close()
+    eventually(lambda: lone.values()["sessions"] == 0)
+    assert not lone.values()["pins"]

@@ -25,20 +25,20 @@ _GAINS = {
 }
 
 
-def write_model(directory: Path, with_tokenizer: bool = False) -> Path:
+def write_model(directory: Path, with_tokenizer: bool = False, kv_heads: int = KV_HEADS) -> Path:
     """Write configuration and float32 weights, the same ones every time; returns `directory`."""
     from safetensors.torch import save_file  # type: ignore[import-not-found]
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_config()))
+    (directory / "config.json").write_text(json.dumps(_config(kv_heads)))
     (directory / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
-    save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(kv_heads), directory / "model.safetensors", metadata={"format": "pt"})
     if with_tokenizer:
         _write_tokenizer(directory)
     return directory
 
 
-def _config() -> dict[str, Any]:
+def _config(kv_heads: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -46,7 +46,7 @@ def _config() -> dict[str, Any]:
         "intermediate_size": MLP,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
@@ -63,7 +63,7 @@ def _config() -> dict[str, Any]:
     }
 
 
-def _weights() -> dict[str, Any]:
+def _weights(kv_heads: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(1234)
@@ -82,8 +82,8 @@ def _weights() -> dict[str, Any]:
         weights[f"{prefix}input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
         add(f"{prefix}self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN)
-        add(f"{prefix}self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN)
-        add(f"{prefix}self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN)
+        add(f"{prefix}self_attn.k_proj", kv_heads * HEAD_DIM, HIDDEN)
+        add(f"{prefix}self_attn.v_proj", kv_heads * HEAD_DIM, HIDDEN)
         add(f"{prefix}self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM)
         add(f"{prefix}mlp.gate_proj", MLP, HIDDEN)
         add(f"{prefix}mlp.up_proj", MLP, HIDDEN)
