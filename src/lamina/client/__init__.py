@@ -37,6 +37,7 @@ from lamina.errors import (
 from lamina.geometry import Allocation, Geometry, Group, Layer, PageMap, PlanePages
 from lamina.keys import Extra, KeyChain, Namespace, chunk_keys
 from lamina.settings import ClientSettings
+from lamina.shards import Shard, digest_of
 
 __all__ = [
     "MISS",
@@ -76,6 +77,7 @@ __all__ = [
     "Run",
     "ServerUnavailableError",
     "SettingsError",
+    "Shard",
     "Speed",
     "StepGates",
     "Store",
@@ -85,6 +87,7 @@ __all__ = [
     "WholePolicy",
     "WorkerDevice",
     "chunk_keys",
+    "digest_of",
     "policy_of",
     "release_policy",
 ]
