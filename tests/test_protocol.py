@@ -26,6 +26,7 @@ from lamina.protocol import (
     decode_request,
     encode,
 )
+from lamina.shards import Shard
 
 REQUESTS: tuple[type[Message], ...] = typing.get_args(protocol.Request)
 REPLIES: tuple[type[Message], ...] = typing.get_args(protocol.Reply)
@@ -49,6 +50,11 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int | None: st.none() | integers,
     protocol.RingPlace | None: st.none()
     | st.builds(protocol.RingPlace, integers, integers, integers, integers),
+    Shard: st.builds(
+        lambda numbers, replicas: Shard(min(numbers), max(numbers) + 1, 0, replicas),
+        st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        st.integers(1, 30),
+    ),
     str: st.text(max_size=20),
     bytes: st.binary(max_size=40),
     tuple[bytes, ...]: st.lists(st.binary(max_size=40), max_size=4).map(tuple),

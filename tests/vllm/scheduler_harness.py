@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -79,18 +79,31 @@ class Rig:
         step_tokens: int = 512,
         settings: dict[str, Any] | None = None,
         ranks: int = RANKS,
+        stages: Sequence[range] = (),
     ) -> None:
+        """`stages` are the layers of pipeline stages, one rank each, in place of `ranks` that have
+        all of them."""
         self.blocks = blocks
         self.model = ToyModel()
         self.clients: list[ScriptedClient] = []
-        for _ in range(ranks):
+        layers_of = list(stages) or [range(LAYERS)] * ranks
+        ranks = len(layers_of)
+        for own_layers in layers_of:
             kv = np.zeros((LAYERS, blocks * BLOCK), np.int64)
             first = self.clients[0] if self.clients else None
-            self.clients.append(ScriptedClient(self.model, kv, self._check_target, first))
+            client = ScriptedClient(self.model, kv, self._check_target, first, own_layers)
+            self.clients.append(client)
         self.client = self.clients[0]
         self.memory = self.client.memory
-        config = engine_config(mode != "sync", blocks, policy, step_tokens, settings or {})
+        config = engine_config(
+            mode != "sync",
+            blocks,
+            policy,
+            step_tokens,
+            {"pipeline_parallel": bool(stages), **(settings or {})},
+        )
         config.parallel_config.world_size = ranks
+        config.parallel_config.pipeline_parallel_size = max(1, len(stages))
         memory = kv_config(blocks)
         scheduler_class = config.scheduler_config.get_scheduler_cls()
         module = "lamina.engines.vllm.connector"
@@ -119,7 +132,8 @@ class Rig:
                 mock.patch(f"{module}.device_of", return_value=client),
                 mock.patch(f"{module}.shard_of", return_value=Shard(rank, ranks)),
             ):
-                kv_caches = {n: torch.zeros(blocks, 2, BLOCK, 64) for n in NAMES}
+                names = NAMES[client.layers.start : client.layers.stop]
+                kv_caches = {n: torch.zeros(blocks, 2, BLOCK, 64) for n in names}
                 self.workers[rank].register_kv_caches(kv_caches)
         self.worker = self.workers[0]
         self._aggregator = KVOutputAggregator(ranks)
@@ -327,7 +341,7 @@ class Rig:
         if is_early:
             worker.start_load_kv(context)
         wrong: set[str] = set()
-        for layer in range(LAYERS):
+        for layer in client.layers:
             memory = client.memory[layer]
             for part in parts:
                 kv = self.texts[part.name].kv(part.end)[part.start :]

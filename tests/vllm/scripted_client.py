@@ -98,8 +98,9 @@ class ScriptedRetrieve:
         self.blocks = blocks
         self._kv = kv
         self._width = width
-        firsts = range(0, LAYERS, width)
-        self.slices = [Slice(n, i, min(i + width, LAYERS)) for n, i in enumerate(firsts)]
+        layers = len(client.layers)
+        firsts = range(0, layers, width)
+        self.slices = [Slice(n, i, min(i + width, layers)) for n, i in enumerate(firsts)]
         self.landed_slices = 0
         self.is_over = False
         self._outcome: TransferStatus | None = None
@@ -134,8 +135,9 @@ class ScriptedRetrieve:
         wanted = len(self.slices) if slices is None else slices
         slots = slots_of(self.blocks)
         while self._outcome is None and self.landed_slices < wanted:
-            first = self.landed_slices * self._width
-            self._client.memory[first : first + self._width, slots] = self._kv
+            landing = self.slices[self.landed_slices]
+            layers = self._client.layers[landing.first_layer : landing.end_layer]
+            self._client.memory[layers.start : layers.stop, slots] = self._kv
             self.landed_slices += 1
         if self._outcome is None and self.landed_slices == len(self.slices):
             self._outcome = TransferStatus.OK
@@ -175,7 +177,7 @@ class ScriptedStore:
 
     def check(self) -> None:
         """What is stored must be what its keys say, in all layers."""
-        memory = self._client.memory[:, slots_of(self.blocks)]
+        memory = self._client.own_memory[:, slots_of(self.blocks)]
         assert (memory == memory[0]).all(), "a chunk is stored of which some layers lack"
         tokens = self._client.model.tokens_of(int(memory[0, -1]))
         kv = Text(self._client.model, tokens).kv(len(tokens))
@@ -198,7 +200,7 @@ class ScriptedStore:
             for index, key in enumerate(self.keys):
                 per_chunk = CHUNK // BLOCK
                 blocks = self.blocks[index * per_chunk : (index + 1) * per_chunk]
-                kv = self._client.memory[0, slots_of(blocks)]
+                kv = self._client.own_memory[0, slots_of(blocks)]
                 self._client.chunks.setdefault(key, [int(value) for value in kv])
 
 
@@ -239,7 +241,10 @@ class ScriptedClient:
         memory: npt.NDArray[np.int64],
         check_target: Callable[[str, list[int]], None],
         first: ScriptedClient | None = None,
+        layers: range = range(LAYERS),
     ) -> None:
+        self.layers = layers
+        """Those of its rank."""
         self.peers: list[ScriptedClient] = [*first.peers, self] if first else [self]
         for peer in self.peers:
             peer.peers = self.peers
@@ -274,6 +279,11 @@ class ScriptedClient:
         self._numbers = 0
         self._transfers: set[int] = set()
         self._description = b""
+
+    @property
+    def own_memory(self) -> npt.NDArray[np.int64]:
+        """That of its rank's layers."""
+        return self.memory[self.layers.start : self.layers.stop]
 
     def hold(self, namespace: Any, prompt: list[int], chunks: int | None = None) -> None:
         text = Text(self.model, prompt)

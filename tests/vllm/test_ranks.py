@@ -7,7 +7,7 @@ each a request gets right tokens or an error, never a token that any rank comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -50,10 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Apart(Rig):
-    """Two ranks, of which neither does as the other."""
+    """Two ranks, of which neither does as the other; or two pipeline stages."""
 
-    def __init__(self, mode: str, **options: Any) -> None:
-        super().__init__(mode, ranks=2, **options)
+    def __init__(self, mode: str, stages: Sequence[range] = ()) -> None:
+        super().__init__(mode, ranks=2, stages=stages)
         self.client.leads = False
 
     def begin(self, **options: Any) -> list[ScriptedRetrieve]:
@@ -78,12 +78,20 @@ class Apart(Rig):
         self.close()
 
 
+ALIKE: tuple[range, ...] = ()
+UNLIKE_STAGES = (range(2), range(2, 3))
+"""Of which the second is done with a retrieve after one layer."""
+
+
+@pytest.mark.parametrize("stages", [ALIKE, UNLIKE_STAGES], ids=["tensor", "pipeline"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("second", ENDS)
 @pytest.mark.parametrize("first", ENDS)
-def test_every_pair_of_ends(first: str, second: str, mode: str, way: str) -> None:
-    rig = Apart(mode)
+def test_every_pair_of_ends(
+    first: str, second: str, mode: str, way: str, stages: tuple[range, ...]
+) -> None:
+    rig = Apart(mode, stages)
     retrieves = rig.begin(**WAYS[way])
     for retrieve, end in zip(retrieves, (first, second), strict=True):
         ENDS[end](retrieve)
