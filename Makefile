@@ -22,7 +22,7 @@ VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_TH
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
 .PHONY: demo install install-vllm test test-faults test-vllm test-vllm-gpu test-docs test-release \
-  bench-vllm-miss bench-vllm-lookup ci lint format bench clean
+  bench-vllm-miss bench-vllm-lookup bench-vllm-start ci lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
@@ -61,6 +61,9 @@ ci:
 
 bench-vllm-miss: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.vllm_miss
+
+bench-vllm-start: $(VLLM_INSTALLED)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.early_start
 
 bench-vllm-lookup: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.lookup_to_retrieve
