@@ -1,0 +1,41 @@
+"""Ranks in processes of their own, in host memory; `tests/gpu/test_cuda_ranks.py` has a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lamina.settings import DataPath
+from lamina_lab.bench.processes import private_socket, server_process
+from lamina_lab.known.content import equal_layers
+from tests.support.rank_scenes import check_killed, check_together, ranks_of
+
+GEOMETRY = equal_layers(12, 4 << 10)
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    with (
+        private_socket() as socket,
+        server_process(socket, "--arena", "256MiB", "--chunk-tokens", "64"),
+    ):
+        yield socket
+
+
+@pytest.mark.parametrize("path", ["direct", "ring"])
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_store_and_retrieve_together(
+    socket: Path, shards: int, replicas: int, path: DataPath
+) -> None:
+    ranks = ranks_of(socket, GEOMETRY, shards, replicas, on_gpu=False, path=path)
+    check_together(ranks, GEOMETRY, seed=10 * shards + replicas)
+    for rank in ranks:
+        rank.kill()
+
+
+@pytest.mark.parametrize("path", ["direct", "ring"])
+def test_a_rank_that_is_killed(socket: Path, path: DataPath) -> None:
+    ranks = ranks_of(socket, GEOMETRY, 2, 1, on_gpu=False, path=path)
+    check_killed(ranks, GEOMETRY, socket)
