@@ -21,8 +21,8 @@ VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_TH
 
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: demo install install-vllm test test-faults test-vllm test-vllm-gpu test-docs test-release \
-  bench-vllm-miss bench-vllm-lookup bench-vllm-start ci lint format bench clean
+.PHONY: demo install install-vllm test test-faults test-vllm test-vllm-ranks test-vllm-gpu test-docs test-release \
+  bench-vllm-miss bench-vllm-lookup bench-vllm-start bench-vllm-scheduler ci lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
@@ -40,8 +40,11 @@ test-faults: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
-	$(if $(ARGS),,LAMINA_TEST_RANKS=2 $(VLLM_ENV) $(VLLM_BIN)/python -m pytest \
-	  $(wildcard tests/vllm/test_scheduler_*.py) $(PYTEST_ARGS))
+
+# The scheduler's tests once more, with two ranks that do alike behind vLLM's aggregator.
+test-vllm-ranks: $(VLLM_INSTALLED)
+	LAMINA_TEST_RANKS=2 $(VLLM_ENV) $(VLLM_BIN)/python -m pytest \
+	  $(wildcard tests/vllm/test_scheduler_*.py) $(PYTEST_ARGS)
 
 # On a GPU host with what scripts/gpu packs; vLLM 0.26.0, both runners, both ways of scheduling.
 test-vllm-gpu:
@@ -64,6 +67,9 @@ bench-vllm-miss: $(VLLM_INSTALLED)
 
 bench-vllm-start: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.early_start
+
+bench-vllm-scheduler: $(VLLM_INSTALLED)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.scheduler_side
 
 bench-vllm-lookup: $(VLLM_INSTALLED)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m benchmarks.lookup_to_retrieve

@@ -70,6 +70,7 @@ def all_parts() -> list[Part]:
         make("core", "test", main, after=["install"]),
         make("vllm-1", "test-vllm", main, "1/2", after=["install-vllm"]),
         make("vllm-2", "test-vllm", main, "2/2", after=["install-vllm"]),
+        make("ranks-vllm", "test-vllm-ranks", main, after=["install-vllm"]),
         *(make(f"core-{version}", "test", version) for version in others),
         make("mutants", "mutants", main, after=["install"]),
         make("faults", "test-faults", main, after=["install"]),

@@ -7,7 +7,7 @@ What becomes of a hit is decided in `planning`; `retrieves` and `stores` see tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ from lamina.keys import Namespace
 
 log = logging.getLogger(__name__)
 
+_LOOK_EVERY = 8
+"""Steps until a request that decodes is looked at again for chunks to store; and so long at most
+until what a step computes is confirmed, however many are under way."""
 LOOKUP_WAIT_S = 300e-6
 """A lookup's answer is worth this wait: `None` costs an idle engine 1 ms, a busy one a step."""
 ADAPTER_WAIT_S = 1.0
@@ -62,6 +65,9 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._reports = StepReport()
         self._steps = 0
+        self._prompts: dict[str, int] = {}
+        """Requests with parts of prompts in late steps, and the step until which to look at
+        them."""
         self.counts = SchedulerCounts()
         self.held = HeldBlocks()
         most_held = int(num_blocks * settings.held_blocks_share)
@@ -172,16 +178,7 @@ class SchedulerSide:
         self.retrieves.note_preempted(output.preempted_req_ids or ())
         self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
-        chunk_tokens = self._settings.chunk_tokens
-        for name in scheduled:
-            tracked = self._tracked.get(name)
-            if tracked is None:
-                continue
-            if (
-                tracked.request.num_computed_tokens
-                >= (tracked.prefix.known_chunks + 1) * chunk_tokens
-            ):
-                self._store_confirmed(tracked)  # in most steps a decoding request has nothing
+        self._store_of_step(scheduled, output.total_num_scheduled_tokens)
         gates = self.retrieves.gates(scheduled)
         self._steps += 1
         if output.total_num_scheduled_tokens:
@@ -302,12 +299,33 @@ class SchedulerSide:
 
     # Steps, in detail
 
+    def _store_of_step(self, scheduled: Mapping[str, int], tokens: int) -> None:
+        """Store what is confirmed of prompts, at every step until all of it is, and of a part of
+        those that decode: each of hundreds has a chunk more once in hundreds of steps."""
+        names = list(scheduled)
+        if tokens > len(names):
+            until = self._steps + _LOOK_EVERY
+            self._prompts |= {name: until for name, count in scheduled.items() if count > 1}
+        some = names[self._steps % _LOOK_EVERY :: _LOOK_EVERY]
+        looked_at = dict.fromkeys([*self._prompts, *some])
+        if self._prompts:
+            self._prompts = {n: until for n, until in self._prompts.items() if until > self._steps}
+        chunk_tokens = self._settings.chunk_tokens
+        for name in looked_at:
+            tracked = self._tracked.get(name)
+            if tracked is not None and (
+                tracked.request.num_computed_tokens
+                >= (tracked.prefix.known_chunks + 1) * chunk_tokens
+            ):
+                self._store_confirmed(tracked)
+
     def _note_scheduled(self, new: Any, cached: Any) -> None:
         """Note where requests begin that are scheduled anew, for the first time or again."""
         starts = {data.req_id: data.num_computed_tokens for data in new}
-        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            if name in cached.resumed_req_ids:
-                starts[name] = computed
+        if cached.resumed_req_ids:  # in few steps
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if name in cached.resumed_req_ids:
+                    starts[name] = computed
         for name, computed in starts.items():
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.admitted_tokens = computed
