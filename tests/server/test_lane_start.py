@@ -83,6 +83,27 @@ def test_a_transfer_whose_copies_are_still_under_way_is_behind_too(log: Log, boa
     stop(lane)
 
 
+def test_only_the_lane_looks_at_a_ring_that_it_is_filling(
+    lane: Lane, make: Make, log: Log, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that look for room at once count a record as placed that is not: the next one
+    would overwrite it."""
+    running, behind = make("a", steps=9, hold_before=6), Watched(log, board, "b")
+    asking: list[str] = []
+
+    def is_ready() -> bool:
+        asking.append(threading.current_thread().name)
+        return True
+
+    monkeypatch.setattr(behind, "is_ready", is_ready)
+    lane.submit(running)
+    assert running.is_held.wait(PATIENCE_S)
+    lane.submit(behind)
+    running.go_on.set()
+    behind.wait()
+    assert set(asking) == {"test-lane"}
+
+
 def test_what_must_wait_does_not_begin_at_once(lane: Lane, log: Log, board: Board) -> None:
     ticketed = Watched(log, board, "t", ticket=5)
     lane.submit(ticketed)

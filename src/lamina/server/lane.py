@@ -100,7 +100,9 @@ class Lane:
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
-            if transfer.is_ready():
+            # While the lane runs a transfer, it alone may ask whether another is ready: to look at
+            # a ring's records is to note which are placed.
+            if self._running is None and transfer.is_ready():
                 self._idle.clear()
             if self._can_begin_at_once(transfer):
                 run = self._running = _Run(transfer, self._stream)
