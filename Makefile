@@ -21,8 +21,9 @@ VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_TH
 
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: demo install install-vllm test test-faults test-vllm test-vllm-ranks test-vllm-gpu test-docs test-release \
-  bench-vllm-miss bench-vllm-lookup bench-vllm-start bench-vllm-scheduler ci lint format bench clean
+.PHONY: demo install install-vllm test test-faults test-vllm test-vllm-ranks test-vllm-gpu test-docs \
+  test-release bench-vllm-miss bench-vllm-lookup bench-vllm-start bench-vllm-scheduler ci lint format \
+  bench bench-lanes clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
@@ -85,6 +86,13 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.core
+
+# One server, 1 to 8 GPUs, with a driver that is made here: needs a C compiler.
+bench-lanes: $(INSTALLED)
+	$(BIN)/python -m benchmarks.lanes
+	$(BIN)/python -m benchmarks.lanes --piece-us 1.2
+	$(BIN)/python -m benchmarks.lanes --rings
+	$(BIN)/python -m benchmarks.lanes --no-link
 
 clean:
 	rm -rf .venv .venv-* dist
