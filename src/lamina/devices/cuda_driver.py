@@ -66,12 +66,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamBatchMemOp_v2": (_handle, c_uint, c_void_p, c_uint),
 }
 
-_BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
-_BATCH_CALLS: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyBatchAsync_v2": (*_BATCH, _handle),
-    "cuMemcpyBatchAsync": (*_BATCH, c_void_p, _handle),
-}
-
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", c_char * IPC_HANDLE_BYTES),)
@@ -99,9 +93,6 @@ def _driver() -> Any:
     for name, arguments in _PROTOTYPES.items():
         getattr(library, name).argtypes = arguments
     library.cuIpcOpenMemHandle_v2.argtypes = (POINTER(_pointer), _IpcHandle, c_uint)
-    for name, arguments in _BATCH_CALLS.items():
-        if hasattr(library, name):
-            getattr(library, name).argtypes = arguments
     return library
 
 
@@ -286,6 +277,9 @@ def has_batch_copy() -> bool:
     return any(hasattr(_driver(), name) for name in _BATCH_CALLS)
 
 
+_BATCH_CALLS = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
+
+
 def copy_batch(
     targets: int, sources: int, sizes: int, count: int, stream: int, *, to_device: bool
 ) -> None:
@@ -293,18 +287,15 @@ def copy_batch(
 
     Stable pinned memory may be read in any order; device memory must be read in stream order.
     """
-    copy, attributes, rest = _batch_copy(_driver(), to_device)
-    check(copy(targets, sources, sizes, count, *attributes, *rest, stream), "cuMemcpyBatchAsync")
-
-
-@cache
-def _batch_copy(driver: Any, to_device: bool) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """The call, and of its arguments those that are always the same: lanes make it thousands of
-    times a second, and all of them share one interpreter."""
     order = _ORDER_ANY if to_device else _ORDER_STREAM
     attributes = _CopyAttributes(order)
-    applied = (byref(attributes), byref(c_size_t(0)), 1)
-    if hasattr(driver, "cuMemcpyBatchAsync_v2"):
-        return driver.cuMemcpyBatchAsync_v2, applied, ()
-    # CUDA 12.8's call says which piece failed; 13's does not. Nobody reads it.
-    return driver.cuMemcpyBatchAsync, applied, (byref(c_size_t()),)
+    first = c_size_t(0)
+    driver = _driver()
+    arguments = (c_void_p(targets), c_void_p(sources), c_void_p(sizes), c_size_t(count))
+    applied = (byref(attributes), byref(first), c_size_t(1))
+    if hasattr(driver, _BATCH_CALLS[0]):
+        code = driver.cuMemcpyBatchAsync_v2(*arguments, *applied, c_void_p(stream))
+    else:
+        failed = c_size_t()  # CUDA 12.8's call says which piece failed; 13's does not
+        code = driver.cuMemcpyBatchAsync(*arguments, *applied, byref(failed), c_void_p(stream))
+    check(code, "cuMemcpyBatchAsync")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from lamina.devices import cuda_driver as driver
 from lamina.devices.base import Direction, EngineMemory
 from lamina.devices.cuda_memory import CudaMemory
 from lamina.errors import DeviceError
-from lamina.geometry import Int64Array
 
 _AHEAD_BATCHES = 4
 """Batches enqueued before the oldest must be done: enough that the link never waits for the
@@ -85,9 +83,9 @@ class CudaCopyStream:
         target, source = (engine, host) if self._to_device else (host, engine)
         if self._device.can_batch:
             driver.copy_batch(
-                _address(target),
-                _address(source),
-                _address(size),
+                target.ctypes.data,
+                source.ctypes.data,
+                size.ctypes.data,
                 len(size),
                 stream,
                 to_device=self._to_device,
@@ -176,11 +174,6 @@ class _SecondThread:
         except DeviceError:
             driver.synchronize(self.stream)
             raise
-
-
-def _address(array: Int64Array) -> int:
-    """Where the numbers of a contiguous array are; a third of the time of `array.ctypes.data`."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def _parts(copies: CopyList, count: int) -> tuple[CopyList, CopyList]:
