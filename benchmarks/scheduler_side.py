@@ -34,11 +34,10 @@ def main() -> None:
 
 def measure(running: int) -> tuple[float, float]:
     from tests.vllm import scheduler_harness as harness
-
-    make = harness.engine_config
+    from tests.vllm.scheduler_config import engine_config
 
     def larger(*arguments: Any) -> Any:
-        config = make(*arguments)
+        config = engine_config(*arguments)
         config.scheduler_config.max_num_seqs = 2 * running + 8
         return config
 

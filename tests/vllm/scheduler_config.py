@@ -45,9 +45,16 @@ def _model_directory() -> str:
 
 
 def engine_config(
-    is_async: bool, blocks: int, policy: str, step_tokens: int, settings: dict[str, Any]
+    is_async: bool,
+    blocks: int,
+    policy: str,
+    step_tokens: int,
+    settings: dict[str, Any],
+    drafts: int = 0,
 ) -> Any:
-    """The CPU platform itself would not schedule asynchronously."""
+    """The CPU platform itself would not schedule asynchronously, nor would vLLM with drafts that
+    the host looks up: what its scheduler counts is the same for all that drafts."""
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4}
     config = EngineArgs(
         model=_model_directory(),
         skip_tokenizer_init=True,
@@ -57,6 +64,7 @@ def engine_config(
         enforce_eager=True,
         max_num_batched_tokens=step_tokens,
         max_num_seqs=16,
+        speculative_config=speculative if drafts else None,
         kv_transfer_config={
             "kv_connector": "LaminaConnector",
             "kv_connector_module_path": "lamina.engines.vllm",

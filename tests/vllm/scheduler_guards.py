@@ -16,7 +16,7 @@ from lamina.engines.vllm.messages import TransferState
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.engines.vllm.stores import Stores
-from lamina.engines.vllm.tracked import HeldBlocks
+from lamina.engines.vllm.tracked import HeldBlocks, Tracked
 from lamina.engines.vllm.worker import WorkerSide
 from tests.vllm.scheduler_harness import MODES, Rig
 from tests.vllm.scripted_client import CHUNK, ScriptedClient
@@ -243,6 +243,35 @@ def with_steps_in_flight(patch: Patch) -> None:
         tracked.request.num_in_flight_tokens = in_flight
 
     patch.setattr(Stores, "store_confirmed", eager)
+
+
+def with_drafts(patch: Patch) -> None:
+    """Drafts count as soon as they are scheduled."""
+    _count(patch, lambda request: request.num_computed_tokens)
+
+
+def with_last_tokens(patch: Patch) -> None:
+    """What is known counts as computed."""
+    _count(patch, lambda request: request.num_tokens)
+
+
+def with_unknown_tokens(patch: Patch) -> None:
+    """Accepted drafts count also where the request has ended before."""
+    _count(patch, lambda request: request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def _count(patch: Patch, computed: Callable[[Any], int]) -> None:
+    """Store so many tokens of a request."""
+    store = Stores.store_confirmed
+
+    def other(self: Stores, tracked: Tracked, *arguments: Any) -> None:
+        unstored = tracked.prefix.unstored
+        tokens = computed(tracked.request)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(tracked.prefix, "unstored", lambda _: unstored(tokens))
+            store(self, tracked, *arguments)
+
+    patch.setattr(Stores, "store_confirmed", other)
 
 
 def without_pending_work(patch: Patch) -> None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -27,7 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -36,6 +35,7 @@ from lamina.engines.vllm.messages import StepMetadata
 from lamina.engines.vllm.scheduler import SchedulerSide
 from lamina.shards import Shard
 from tests.vllm.scheduler_config import NAMES, engine_config, kv_config
+from tests.vllm.scheduler_drafts import NO_DRAFT, Drafter, Part
 from tests.vllm.scripted_client import BLOCK, LAYERS, ScriptedClient, Text, ToyModel
 
 MODES = ("sync", "async", "async-v2")
@@ -57,6 +57,8 @@ class Step(NamedTuple):
     told: StepMetadata
     result: Any
     written: set[int]
+    drafts: dict[str, list[int]]
+    """What is proposed for the next step."""
 
     @property
     def requests(self) -> dict[str, int]:
@@ -69,7 +71,8 @@ class Step(NamedTuple):
 
 
 class Rig:
-    """An engine with `blocks` blocks of which one is vLLM's null block."""
+    """An engine with `blocks` blocks of which one is vLLM's null block. With `drafts` it
+    speculates: its `drafter` proposes up to so many tokens."""
 
     def __init__(
         self,
@@ -80,11 +83,13 @@ class Rig:
         settings: dict[str, Any] | None = None,
         ranks: int = RANKS,
         stages: Sequence[range] = (),
+        drafts: int = 0,
     ) -> None:
         """`stages` are the layers of pipeline stages, one rank each, in place of `ranks` that have
         all of them."""
         self.blocks = blocks
         self.model = ToyModel()
+        self.drafter = Drafter(self.model, drafts)
         self.clients: list[ScriptedClient] = []
         layers_of = list(stages) or [range(LAYERS)] * ranks
         ranks = len(layers_of)
@@ -95,12 +100,14 @@ class Rig:
             self.clients.append(client)
         self.client = self.clients[0]
         self.memory = self.client.memory
+        self._is_async = mode != "sync"
         config = engine_config(
-            mode != "sync",
+            self._is_async,
             blocks,
             policy,
             step_tokens,
             {"pipeline_parallel": bool(stages), **(settings or {})},
+            drafts,
         )
         config.parallel_config.world_size = ranks
         config.parallel_config.pipeline_parallel_size = max(1, len(stages))
@@ -146,6 +153,7 @@ class Rig:
         self._depth = config.max_concurrent_batches
         self._queue: deque[Step] = deque()
         self._tables: dict[str, set[int]] = {}  # blocks of all requests after the last pass
+        self._computed: dict[str, int] = {}  # tokens, without drafts that were rejected
         self.full_graph = False
         """Whether the next forwards fire no layer hooks."""
         self.steps: list[Step] = []
@@ -278,11 +286,11 @@ class Rig:
         self.steps.append(step)
         return bool(output.total_num_scheduled_tokens > 0)
 
-    def _run(self, output: Any) -> tuple[Any, set[int]]:
+    def _run(self, output: Any) -> tuple[Any, set[int], dict[str, list[int]]]:
         """The worker's part of a step, in the order of vLLM's model runner."""
         for client in self.clients:
             client.advance()
-        parts = [self._part(name, n) for name, n in output.num_scheduled_tokens.items()]
+        parts = [self._part(output, name) for name in output.num_scheduled_tokens]
         written = {block for part in parts for block in part.written}
         for client, worker in zip(self.clients, self.workers, strict=True):
             client.written = set().union(written, *(step.written for step in self._queue))
@@ -297,6 +305,7 @@ class Rig:
         for client, worker in zip(self.clients, self.workers, strict=True):
             wrong |= self._forward(output, parts, client, worker)
         names = [part.name for part in parts]
+        self._computed |= {part.name: part.computed for part in parts}
         results = [
             ModelRunnerOutput(
                 req_ids=names,
@@ -306,7 +315,8 @@ class Rig:
             )
             for worker in self.workers
         ]
-        return self._aggregated(results), written
+        drafts = {name: self._propose(name) for name in names}
+        return self._aggregated(results), written, drafts
 
     def _output_of(self, worker: LaminaConnector, output: Any) -> KVConnectorOutput | None:
         """What one rank's side tells of the step."""
@@ -324,9 +334,26 @@ class Rig:
         """As vLLM's executor does with several ranks."""
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
-    def _part(self, name: str, count: int) -> Part:
-        end = self.scheduler.requests[name].num_computed_tokens
-        return Part(name, end - count, end, np.array(self.blocks_of(name)))
+    def _part(self, output: Any, name: str) -> Part:
+        """Where a request goes on the worker's side knows, once it runs: the scheduler may count
+        drafts that were rejected meanwhile. It also knows the drafts themselves then."""
+        count, cached = output.num_scheduled_tokens[name], output.scheduled_cached_reqs
+        goes_on = name in cached.req_ids and name not in cached.resumed_req_ids
+        start = self.scheduler.requests[name].num_computed_tokens - count
+        if goes_on and self.drafter.count:
+            start = self._computed[name]
+        told = output.scheduled_spec_decode_tokens.get(name, [])
+        drafts = [NO_DRAFT] * len(told)
+        if goes_on and self._is_async:
+            drafts = (self._propose(name) + drafts)[: len(told)]
+        elif goes_on:
+            drafts = list(told)
+        blocks = np.array(self.blocks_of(name))
+        return self.drafter.part(name, self.texts[name], start, start + count, blocks, drafts)
+
+    def _propose(self, name: str) -> list[int]:
+        """Drafts for the tokens after the last that is known, which is yet to be computed."""
+        return self.drafter.propose(name, self.texts[name], self._computed[name] + 1)
 
     def _forward(
         self, output: Any, parts: list[Part], client: ScriptedClient, worker: LaminaConnector
@@ -344,8 +371,8 @@ class Rig:
         for layer in client.layers:
             memory = client.memory[layer]
             for part in parts:
-                kv = self.texts[part.name].kv(part.end)[part.start :]
-                memory[part.slots[part.start : part.end]] = 0 if part.name in wrong else kv
+                kv = 0 if part.name in wrong else part.kv
+                memory[part.slots[part.start : part.end]] = kv
             if fires:
                 worker.wait_for_layer_load(NAMES[layer])
             for part in parts:
@@ -359,11 +386,16 @@ class Rig:
     def _sample(self, part: Part, wrong: set[str]) -> list[int]:
         if self.scheduler.requests[part.name].is_prefill_chunk:
             return []
-        return [WRONG if part.name in wrong else self.texts[part.name].tokens(part.end + 1)[-1]]
+        if part.name in wrong:
+            return [WRONG]
+        return self.texts[part.name].tokens(part.computed + 1)[part.end - part.drafts :]
 
     def _complete(self) -> None:
         step = self._queue.popleft()
         self._take(self.scheduler.update_from_output(step.output, step.result))
+        if self.drafter.count and not self._is_async:  # else the worker's side keeps them
+            drafts = DraftTokenIds(list(step.drafts), list(step.drafts.values()))
+            self.scheduler.update_draft_token_ids(drafts)
 
     def _take(self, outputs: dict[int, Any]) -> None:
         for each in outputs.values():
@@ -387,24 +419,6 @@ class Rig:
             # Who came in this pass may have found them in the prefix cache.
             had = self._tables.get(other, set()).intersection(self.blocks_of(other), blocks)
             assert not had, f"{request} retrieves into blocks {had} of {other}"
-
-
-class Part(NamedTuple):
-    """A request's part of a step: it computes tokens [start, end)."""
-
-    name: str
-    start: int
-    end: int
-    blocks: npt.NDArray[np.int64]
-
-    @property
-    def slots(self) -> npt.NDArray[np.int64]:
-        """Where each token's KV lies in a layer's memory."""
-        return (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
-
-    @property
-    def written(self) -> list[int]:
-        return [int(b) for b in self.blocks[self.start // BLOCK : -(-self.end // BLOCK)]]
 
 
 def prompt(seed: int, length: int) -> list[int]:

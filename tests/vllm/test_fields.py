@@ -36,6 +36,7 @@ PLACES = {
     "KernelConfig": "kernel_config",
     "LoRAConfig": "lora_config",
     "CompilationConfig": "compilation_config",
+    "SpeculativeConfig": "speculative_config",
     "KVTransferConfig": "kv_transfer_config",
 }
 """Where the classes that have rows by field are in a `VllmConfig`."""
@@ -115,7 +116,7 @@ def test_the_page_shows_the_table() -> None:
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    made = engine_config(False, 64, "fail", 512, {})
+    made = engine_config(False, 64, "fail", 512, {}, drafts=2)
     made.lora_config = LoRAConfig()
     made.model_config.multimodal_config = MultiModalConfig()
     return made
@@ -214,6 +215,22 @@ def test_the_longest_prompt_that_vllm_is_to_find_itself_is_in_the_key(config: An
 def test_versions_of_vllm_are_in_the_key_and_patches_are_not(config: Any) -> None:
     assert described(config, "0.32.0") == described(config, "0.32.1")
     assert described(config, "0.32.0") != described(config, "0.33.0")
+
+
+def test_speculation_is_not_in_the_key_and_what_a_newer_vllm_sets_of_it_is(config: Any) -> None:
+    """Engines with it and without share their KV."""
+    speculative, described_so = config.speculative_config, described(config, "0.32.0")
+    config.speculative_config = None
+    assert described(config, "0.32.0") == described_so
+
+    @dataclasses.dataclass
+    class SpeculativeConfig:
+        method: str = "ngram"
+        new_field: int = 0
+
+    config.speculative_config = SpeculativeConfig()
+    assert described(config, "0.32.0") != described_so
+    config.speculative_config = speculative
 
 
 def test_plugins_of_vllm_are_in_the_key(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,10 +165,78 @@ def test_prefix_caching_off(start: Start, caplog: pytest.LogCaptureFixture) -> N
     check_refused(caplog, make, "prefix caching is off", "--enable-prefix-caching")
 
 
-def test_speculative_decoding(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
-    make = lambda: start(speculative_config=ngram)  # noqa: E731
-    check_refused(caplog, make, "speculative decoding is on", "start without it")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
+
+
+def speculative(**fields: object) -> Callable[[VllmConfig], None]:
+    """The engine speculates, so much unlike `NGRAM` as no model here allows."""
+
+    def change(config: VllmConfig) -> None:
+        for name, value in fields.items():
+            object.__setattr__(config.speculative_config, name, value)
+
+    return change
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+def test_speculative_decoding_by_ngrams(start: Start) -> None:
+    start(speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark", "extract_hidden_states"]
+)
+def test_a_drafter_that_has_kv(start: Start, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    make = lambda: start(speculative_config=NGRAM, change=speculative(method=method))  # noqa: E731
+    check_refused(caplog, make, f"speculative decoding with {method!r} is on", "drafter's KV lies")
+
+
+@pytest.mark.parametrize(
+    "method", ["ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class", "new"]
+)
+def test_a_drafter_that_is_not_proven(
+    start: Start, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    make = lambda: start(speculative_config=NGRAM, change=speculative(method=method))  # noqa: E731
+    cause = f"speculative decoding with {method!r} is on"
+    check_refused(caplog, make, cause, "use 'ngram', or start without it")
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+@pytest.mark.parametrize("sampling", ["synthetic", "block"])
+def test_another_way_to_accept_drafts(
+    start: Start, caplog: pytest.LogCaptureFixture, sampling: str
+) -> None:
+    change = speculative(rejection_sample_method=sampling)
+    make = lambda: start(speculative_config=NGRAM, change=change)  # noqa: E731
+    check_refused(caplog, make, f"rejection_sample_method is {sampling!r}", "use 'standard'")
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+def test_as_many_drafts_as_the_batch_leaves_room_for(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = speculative(num_speculative_tokens_per_batch_size=[(1, 8, 2)])
+    make = lambda: start(speculative_config=NGRAM, change=change)  # noqa: E731
+    check_refused(caplog, make, "per_batch_size is set", "use num_speculative_tokens alone")
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_speculation_of_several_ranks(
+    start: Start, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    change = setting("parallel_config", f"{kind}_parallel_size", 2)
+    make = lambda: start(speculative_config=NGRAM, change=change)  # noqa: E731
+    check_refused(caplog, make, "'ngram' is on with several ranks", "use one rank")
+
+
+def test_speculation_with_an_older_vllm(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamina.engines.vllm.connector._HANDS_OVER_MANAGER", False)
+    make = lambda: start(speculative_config=NGRAM)  # noqa: E731
+    check_refused(caplog, make, "speculative decoding with 'ngram' is on", "Use vLLM 0.32")
 
 
 def test_recompute_policy(start: Start, caplog: pytest.LogCaptureFixture) -> None:

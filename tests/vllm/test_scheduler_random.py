@@ -21,13 +21,14 @@ class Episode:
     """A few requests with shared prefixes, little room, and a server that does as it likes; with
     `apart` it does so to each of two ranks by itself."""
 
-    def __init__(self, mode: str, seed: int, apart: bool = False) -> None:
+    def __init__(self, mode: str, seed: int, apart: bool = False, drafts: int = 0) -> None:
         self._draw = random.Random(seed)
         blocks, step_tokens = self._draw.choice([14, 20, 40]), self._draw.choice([64, 512])
         ranks = 2 if apart else RANKS
-        self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens, ranks=ranks)
+        self.rig = Rig(mode, blocks=blocks, step_tokens=step_tokens, ranks=ranks, drafts=drafts)
         self.rig.client.leads = not apart
         self._movers = self.rig.clients if apart else [self.rig.client]
+        self.rig.drafter.is_right = lambda name, position: self._guess(seed, name, position)
         self.rig.side._prefixes.offer = self._offer  # type: ignore[assignment, method-assign]
         for client in self._movers:
             client.acknowledges = self._chance(0.5)
@@ -60,6 +61,11 @@ class Episode:
 
     def _chance(self, share: float) -> bool:
         return self._draw.random() < share
+
+    @staticmethod
+    def _guess(seed: int, name: str, position: int) -> bool | None:
+        """Whether a draft is right: the same whenever it is asked."""
+        return random.Random(f"{seed} {name} {position}").choice([True, True, False, None])
 
     def _anyone(self) -> str:
         return self._draw.choice(sorted(self.rig.requests))
@@ -119,6 +125,25 @@ def test_anything_at_any_time_on_either_of_two_ranks(mode: str, seed: int) -> No
     Episode(mode, seed, apart=True).run()
 
 
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+@pytest.mark.parametrize("seed", range(EPISODES))
+@pytest.mark.parametrize("mode", MODES)
+def test_anything_at_any_time_with_drafts(mode: str, seed: int) -> None:
+    Episode(mode, seed, drafts=1 + seed % 4).run()
+
+
+@pytest.mark.skipif(not HANDS_OVER_MANAGER, reason="refused before vLLM 0.32")
+@pytest.mark.parametrize(
+    "remove", [guards.with_drafts, guards.with_last_tokens, guards.with_unknown_tokens]
+)
+def test_the_episodes_with_drafts_notice_a_missing_guard(
+    remove: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove(monkeypatch)
+    with pytest.raises(AssertionError):
+        _run_all("async", drafts=3)
+
+
 @pytest.mark.parametrize(
     "remove",
     [
@@ -142,6 +167,6 @@ def test_the_episodes_notice_a_missing_guard(
         _run_all("async")
 
 
-def _run_all(mode: str) -> None:
+def _run_all(mode: str, drafts: int = 0) -> None:
     for seed in range(EPISODES):
-        Episode(mode, seed).run()
+        Episode(mode, seed, drafts=drafts).run()

@@ -114,11 +114,6 @@ def check_supported(vllm_config: Any) -> None:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     _refuse_first(
         (
-            vllm_config.speculative_config is not None,
-            "speculative decoding is on",
-            "Speculative decoding is not supported yet: start without it",
-        ),
-        (
             vllm_config.diffusion_config is not None,
             "diffusion decoding is on",
             "Its tokens attend to later ones: serve this model without Lamina",

@@ -41,6 +41,7 @@ from lamina.engines.vllm.logs import join_vllm, printable_name, tell_start
 from lamina.engines.vllm.messages import StepMetadata, StepReport, WorkerDescription
 from lamina.engines.vllm.ranks import shard_of
 from lamina.engines.vllm.scheduler import SchedulerSide
+from lamina.engines.vllm.speculation import check_speculation
 from lamina.engines.vllm.stats import LaminaPromMetrics, LaminaStats, take
 from lamina.engines.vllm.weights import Weights
 from lamina.engines.vllm.worker import WorkerSide, device_of, kind_of
@@ -115,6 +116,7 @@ class LaminaConnector(KVConnectorBase_V1):
         """Raise `LaminaError` for an engine that is not proven to get right tokens."""
         config = self._config
         check_model(config.model_config)
+        check_speculation(config, _HANDS_OVER_MANAGER)
         check_groups(kv_cache_config.kv_cache_groups)
         check_supported(config)
         check_transfer(config.kv_transfer_config)

@@ -42,9 +42,8 @@ FIELDS: dict[str, dict[str, Row]] = {
         _key("field by field: see its class",
              "model_config", "cache_config", "parallel_config", "scheduler_config",
              "device_config", "load_config", "attention_config", "mamba_config", "kernel_config",
-             "lora_config", "compilation_config", "ec_manager_config")
+             "lora_config", "compilation_config", "ec_manager_config", "speculative_config")
         | _key("platforms and models read settings of their own there", "additional_config")
-        | _refused("set: drafts share blocks with what is verified", "speculative_config")
         | _refused("set: a canvas attends to its later tokens too", "diffusion_config")
         | _refused("set: encoder outputs of other engines, which the key does not name",
                    "ec_transfer_config")
@@ -280,6 +279,30 @@ FIELDS: dict[str, dict[str, Row]] = {
                    "traced_files", "compilation_time", "encoder_compilation_time",
                    "static_forward_context", "static_all_moe_layers"),
 
+    "SpeculativeConfig":
+        _neutral("who proposes; the model computes and keeps the same KV of what it accepts. All "
+                 "but 'ngram', which has no KV of its own, is refused",
+                 "method", "model")
+        | _neutral("how many tokens are computed at once, and which are proposed",
+                   "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+        | _neutral("the same by batch, which is refused", "num_speculative_tokens_per_batch_size")
+        | _neutral("which proposals are accepted: keys hold the tokens that were. All but "
+                   "'standard' is refused",
+                   "rejection_sample_method")
+        | _neutral("the engine's own again", "target_model_config", "target_parallel_config")
+        | _neutral("of a drafter that is a model, which is refused",
+                   "enforce_eager", "draft_tensor_parallel_size", "tensor_parallel_size",
+                   "quantization", "moe_backend", "attention_backend", "kv_cache_dtype",
+                   "max_model_len", "revision", "code_revision", "index_share_for_mtp_iteration",
+                   "disable_padded_drafter_batch", "disable_eagle_block_drop",
+                   "use_local_argmax_reduction", "use_heterogeneous_vocab", "parallel_drafting",
+                   "draft_model_config", "draft_parallel_config", "draft_load_config",
+                   "draft_sample_method", "dspark_draft_topk", "enable_adaptive_verification")
+        | _neutral("of a method that is refused",
+                   "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+                   "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+                   "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+
     "KVTransferConfig":
         _refused("not 'kv_both': only that makes vLLM fence blocks", "kv_role")
         | _refused("'recompute': vLLM would emit tokens computed on missing KV",
@@ -299,7 +322,7 @@ WHOLE: dict[str, Row] = (
            "BaseDummyOptions", "ImageDummyOptions", "VideoDummyOptions", "AudioDummyOptions")
     | _key("code of others, which may give an item another's encoding", "EncoderCacheManagerConfig")
     | _refused("set at all: see VllmConfig",
-               "SpeculativeConfig", "DiffusionConfig", "ECTransferConfig")
+               "DiffusionConfig", "ECTransferConfig")
     | _refused("set at all: see AttentionConfig", "HiSparseConfig")
     | _neutral("where weights lie, or how they get there",
                "OffloadConfig", "UVAOffloadConfig", "PrefetchOffloadConfig", "EngramConfig",

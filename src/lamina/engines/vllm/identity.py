@@ -142,7 +142,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         row = WHOLE.get(type(value).__name__)
         neutral = row is not None and row.treatment is Treatment.NEUTRAL
-        return None if neutral else _counted(value)
+        return None if neutral else _counted(value) or None  # as where it is not set at all
     if isinstance(value, (set, frozenset)):
         return sorted(json.dumps(_plain(v, depth + 1)) for v in value)
     if isinstance(value, Sequence):

@@ -95,15 +95,17 @@ class Planner:
     def step_built(self, number: int, output: Any, waits: bool) -> None:
         """A step was scheduled; it `waits` for slices."""
         scheduled: Mapping[str, int] = output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        drafted = sum(map(len, drafts.values()))
         tokens = weighted = 0
-        if output.total_num_scheduled_tokens > len(scheduled):  # there is a prompt in it
+        if output.total_num_scheduled_tokens - drafted > len(scheduled):  # there is a prompt in it
             cached = output.scheduled_cached_reqs
             computed = [
                 (data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs
             ]
             computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             for name, before in computed:
-                if (count := scheduled[name]) > 1:
+                if (count := scheduled[name] - len(drafts.get(name, ()))) > 1:
                     tokens += count
                     weighted += count * before
         context = weighted // tokens if tokens else 0

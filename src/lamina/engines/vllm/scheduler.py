@@ -7,7 +7,7 @@ What becomes of a hit is decided in `planning`; `retrieves` and `stores` see tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,7 +178,7 @@ class SchedulerSide:
         self.retrieves.note_preempted(output.preempted_req_ids or ())
         self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
-        self._store_of_step(scheduled, output.total_num_scheduled_tokens)
+        self._store_of_step(scheduled, output.scheduled_spec_decode_tokens)
         gates = self.retrieves.gates(scheduled)
         self._steps += 1
         if output.total_num_scheduled_tokens:
@@ -299,13 +299,17 @@ class SchedulerSide:
 
     # Steps, in detail
 
-    def _store_of_step(self, scheduled: Mapping[str, int], tokens: int) -> None:
+    def _store_of_step(
+        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]]
+    ) -> None:
         """Store what is confirmed of prompts, at every step until all of it is, and of a part of
         those that decode: each of hundreds has a chunk more once in hundreds of steps."""
         names = list(scheduled)
-        if tokens > len(names):
+        if sum(scheduled.values()) - sum(map(len, drafts.values())) > len(names):
             until = self._steps + _LOOK_EVERY
-            self._prompts |= {name: until for name, count in scheduled.items() if count > 1}
+            for name, count in scheduled.items():
+                if count - len(drafts.get(name, ())) > 1:
+                    self._prompts[name] = until
         some = names[self._steps % _LOOK_EVERY :: _LOOK_EVERY]
         looked_at = dict.fromkeys([*self._prompts, *some])
         if self._prompts:
