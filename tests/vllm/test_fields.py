@@ -15,7 +15,8 @@ import pytest
 import vllm.config
 from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 
-from lamina.engines.vllm.fields import ENVIRONMENT, FIELDS, WHOLE, Treatment, as_markdown
+from lamina.engines.vllm.environment import ENVIRONMENT
+from lamina.engines.vllm.fields import FIELDS, WHOLE, Treatment, as_markdown
 from lamina.engines.vllm.identity import described
 from tests.vllm.scheduler_config import engine_config
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from lamina.client.checks import check_name
 from lamina.engines.vllm.adapters import Adapters
+from lamina.engines.vllm.environment import ENVIRONMENT
 from lamina.engines.vllm.epochs import Epochs
-from lamina.engines.vllm.fields import ENVIRONMENT, FIELDS, WHOLE, Treatment
+from lamina.engines.vllm.fields import FIELDS, WHOLE, Treatment
 from lamina.engines.vllm.messages import WorkerDescription
 from lamina.engines.vllm.weights import Weights
 from lamina.keys import Extra, Namespace
