@@ -230,6 +230,7 @@ class Server:
                 for transport in list(self._transports.values()):
                     transport.abort()
             await asyncio.sleep(0.005)
+        await self.sessions.all_over()
 
 
 def _all_devices(settings: ServerSettings) -> dict[str, ServerDevice]:

@@ -263,6 +263,12 @@ class Sessions:
         elif engine not in self._layouts:
             self._layouts[engine] = ChunkLayout([geometries[n] for n in sorted(geometries)])
 
+    async def all_over(self) -> None:
+        """Return once those that have ended touch no memory any more, and have given theirs
+        back."""
+        for session in list(self._ending):
+            await session.over.wait()
+
     def cancel_overdue(self, begun_before_s: float) -> int:
         """Cancel the transfers that began before a time; return how many were not yet."""
         overdue = [
