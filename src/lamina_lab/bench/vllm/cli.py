@@ -61,7 +61,8 @@ def bench_vllm(
         int | None, typer.Option(help="max_num_batched_tokens; default: as `vllm serve`.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="llama-3.1-8b; small or tiny to try the benchmark itself.")
+        str,
+        typer.Option(help="llama-3.1-8b; llama-3.1-70b-rank, one of 8 ranks; small, tiny to try."),
     ] = "llama-3.1-8b",
     limit_s: Annotated[
         float | None, typer.Option(help="Stop after so many seconds with what there is.")
