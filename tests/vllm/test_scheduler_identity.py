@@ -161,6 +161,7 @@ def test_nothing_is_asked_while_nobody_waits(rig: Rig) -> None:
             req_ids=[], num_computed_tokens=[], resumed_req_ids=set()
         ),
         num_scheduled_tokens={},
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=0,
     )
     assert step(output).look_at_weights == 0
