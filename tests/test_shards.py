@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lamina.errors import GeometryError
-from lamina.shards import WHOLE, ChunkLayout, Shard, digest_of
+from lamina.shards import ALONE, ChunkLayout, Shard, digest_of
 from lamina_lab.known.content import equal_layers
 
 
@@ -22,7 +22,7 @@ def test_what_does_not_add_up_is_refused(numbers: tuple[int, ...]) -> None:
 def test_every_rank_has_a_number_of_its_own() -> None:
     ranks = [Shard(n, 3, r, 4) for n in range(3) for r in range(4)]
     assert [shard.rank for shard in ranks] == list(range(12)) == list(range(ranks[0].ranks))
-    assert (WHOLE.rank, WHOLE.ranks) == (0, 1)
+    assert (ALONE.rank, ALONE.ranks) == (0, 1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])

@@ -20,7 +20,7 @@ import numpy as np
 
 from lamina.errors import ErrorCode, LaminaError, UsageError
 from lamina.geometry import BlockIds, Geometry, PageMap
-from lamina.shards import WHOLE, Shard
+from lamina.shards import ALONE, Shard
 
 _Message = TypeVar("_Message")
 
@@ -82,7 +82,7 @@ class Register(Message, frozen=True):
     page_map: PageMap | None
     regions: tuple[Region, ...]
     description: bytes = b""
-    shard: Shard = WHOLE
+    shard: Shard = ALONE
 
 
 class Registered(Message, frozen=True):

@@ -58,7 +58,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-WHOLE = Shard()
+ALONE = Shard()
 """Of an engine's only worker."""
 
 

@@ -170,7 +170,7 @@ def test_a_client_closes_while_its_server_is_stopped(
 
 def load_ring_address(worker: RingWorker) -> int:
     """Of its retrieve ring, without keeping it."""
-    return int(worker.rings.load.ctypes.data)
+    return int(worker.rings.retrieves.ctypes.data)
 
 
 def is_mapped(address: int) -> bool:

@@ -20,7 +20,7 @@ from lamina.server.chunks import Room, end_room, make_room
 from lamina.server.index import Chunk, Index
 from lamina.server.leases import Lease, LeaseTable
 from lamina.server.turns import Turns, at_once
-from lamina.shards import WHOLE, ChunkLayout, Shard
+from lamina.shards import ALONE, ChunkLayout, Shard
 from tests.support.layouts import layout_of
 
 LAYOUT = layout_of()
@@ -35,7 +35,7 @@ def keys_of(prompt: str) -> list[bytes]:
 
 
 class Interleaved(RuleBasedStateMachine):
-    RANKS: ClassVar[list[tuple[ChunkLayout, Shard]]] = [(LAYOUT, WHOLE)]
+    RANKS: ClassVar[list[tuple[ChunkLayout, Shard]]] = [(LAYOUT, ALONE)]
     """Whoever stores."""
 
     def __init__(self) -> None:
@@ -254,13 +254,13 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def save(index: Index, prompt: str) -> None:
-    room = at_once(make_room(index, LAYOUT, WHOLE, b"", keys_of(prompt), ROOM))
+    room = at_once(make_room(index, LAYOUT, ALONE, b"", keys_of(prompt), ROOM))
     at_once(end_room(index, room, 0, True))
 
 
 def test_a_store_is_found_as_far_as_its_turns_have_come(index: Index) -> None:
     keys = keys_of("abcde")
-    room = at_once(make_room(index, LAYOUT, WHOLE, b"", keys, ROOM))
+    room = at_once(make_room(index, LAYOUT, ALONE, b"", keys, ROOM))
     assert [len(index.find(keys)) for _ in end_room(index, room, 0, True)] == [2, 4]
     assert len(index.find(keys)) == 5
 
@@ -293,9 +293,9 @@ def test_two_stores_of_one_prompt_share_what_the_other_has_reserved_meanwhile(
     index: Index,
 ) -> None:
     keys = keys_of("abcdefgh")
-    one = make_room(index, LAYOUT, WHOLE, b"", keys, ROOM)
+    one = make_room(index, LAYOUT, ALONE, b"", keys, ROOM)
     next(one)
-    other = at_once(make_room(index, LAYOUT, WHOLE, b"", keys, ROOM))
+    other = at_once(make_room(index, LAYOUT, ALONE, b"", keys, ROOM))
     room = at_once(one)
     assert [chunk.key for chunk in (*room.claimed, *other.claimed)] == keys
     assert len(room.claimed) < len(keys)

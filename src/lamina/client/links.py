@@ -33,7 +33,7 @@ from lamina.errors import (
 from lamina.geometry import Allocation, Geometry, PageMap
 from lamina.protocol import Region
 from lamina.settings import AUTO, ClientSettings
-from lamina.shards import WHOLE, Shard
+from lamina.shards import ALONE, Shard
 
 _Self = TypeVar("_Self", bound="Links")
 _PATIENCE_S = 0.01
@@ -93,7 +93,7 @@ class Links:
         page_map: PageMap,
         allocations: Iterable[Allocation],
         description: bytes = b"",
-        shard: Shard = WHOLE,
+        shard: Shard = ALONE,
     ) -> None:
         """Say what the engine's KV is and where it lies; before the first `connect` or `poll`.
 

@@ -139,10 +139,10 @@ class CudaRings:
         self._boards = boards
         self._geometry = geometry
         module = launch.module_of(image_for(*launch.compute_capability(driver.current_device())))
-        load, store = _allocate(geometry)
-        self._retrieve, self._retrieve_bytes = load
-        self._stored, self._store_bytes = store
-        self.regions = export(load), export(store)
+        retrieves, stores = _allocate(geometry)
+        self._retrieve, self._retrieve_bytes = retrieves
+        self._stored, self._store_bytes = stores
+        self.regions = export(retrieves), export(stores)
         planes, width = _plane_table(geometry, page_map, allocations)
         self._planes_at = launch.allocate(planes.nbytes)
         self._place = _Side(module, launch.function(module, f"place_{width}"))

@@ -126,12 +126,10 @@ class HostRings:
             ]
             for layer, planes in zip(geometry.layers, page_map.planes, strict=True)
         ]
-        load_bytes, store_bytes = ring_bytes(geometry)
-        self._maps = [mmap.mmap(-1, nbytes) for nbytes in (load_bytes, store_bytes)]
-        self.load, self.store = (np.frombuffer(each, np.uint8) for each in self._maps)
-        first, second = (
-            export(Allocation(ring.ctypes.data, ring.nbytes)) for ring in (self.load, self.store)
-        )
+        self._maps = [mmap.mmap(-1, nbytes) for nbytes in ring_bytes(geometry)]
+        rings = [np.frombuffer(each, np.uint8) for each in self._maps]
+        self.retrieves, self.stores = rings
+        first, second = (export(Allocation(each.ctypes.data, each.nbytes)) for each in rings)
         self.regions = (first, second)
         self.place_stream = HostStream("lamina-place")
         self.gather_stream = HostStream("lamina-gather")
@@ -151,7 +149,7 @@ class HostRings:
         for index, shape in enumerate(span.shapes):
             enqueue(_waits(board, slot, base + index + 1))
             ids = shape.blocks_of(self._geometry, block_ids)
-            enqueue(self._moves(self.load, span.positions[index], shape, ids, places=True))
+            enqueue(self._moves(self.retrieves, span.positions[index], shape, ids, places=True))
             enqueue(_counts(board, PLACED, span.number(index)))
 
     def skip(self, board: Board, number: int) -> None:
@@ -169,7 +167,7 @@ class HostRings:
         enqueue = self.gather_stream.enqueue
         if after is not None:
             enqueue(after)
-        enqueue(self._moves(self.store, position, shape, block_ids, places=False))
+        enqueue(self._moves(self.stores, position, shape, block_ids, places=False))
         enqueue(_counts(board, GATHERED, number))
 
     def synchronize(self) -> None:

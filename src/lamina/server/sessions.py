@@ -24,7 +24,7 @@ from lamina.server.lane import Lane
 from lamina.server.mappings import Memories
 from lamina.server.transfer import Transfer
 from lamina.server.ways import Ways
-from lamina.shards import WHOLE, ChunkLayout, Shard
+from lamina.shards import ALONE, ChunkLayout, Shard
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Session:
     @property
     def shard(self) -> Shard:
         """Which it keeps of every chunk; a connection without a worker is taken for the only."""
-        return WHOLE if self.worker is None else self.worker.shard
+        return ALONE if self.worker is None else self.worker.shard
 
     def begin(self, transfer: Transfer) -> None:
         """Note a transfer before its lane gets it."""

@@ -11,7 +11,7 @@ from lamina.board import TransferStatus
 from lamina.client import Client, Retrieve, Store
 from lamina.errors import LaminaError
 from lamina.settings import ClientSettings
-from lamina.shards import WHOLE, Shard
+from lamina.shards import ALONE, Shard
 from lamina_lab.known.content import (
     Blocks,
     Pages,
@@ -53,7 +53,7 @@ class KnownWorker:
         clock: Callable[[], float] = time.monotonic,
         model: str = "",
         description: bytes = b"",
-        shard: Shard = WHOLE,
+        shard: Shard = ALONE,
         patience_s: float = 20.0,
         **settings: Any,
     ) -> None:

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lamina.shards import WHOLE, Shard
+from lamina.shards import ALONE, Shard
 
 
 class TransferState(IntEnum):
@@ -146,7 +146,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     scales: str
     watches_weights: bool
     """Whether it can tell that the weights in memory have changed."""
-    shard: Shard = WHOLE
+    shard: Shard = ALONE
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
