@@ -167,10 +167,15 @@ def settings_for(parallel: Any, settings: ConnectorSettings) -> ConnectorSetting
     return settings
 
 
+def has_several_ranks(parallel: Any) -> bool:
+    """Whether several workers compute one model together."""
+    return bool(parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1)
+
+
 def check_ranks(parallel: Any, settings: ConnectorSettings, hands_over_manager: bool) -> None:
     """Raise `SettingsError` for ranks that are not proven to get right tokens together.
     `hands_over_manager`: whether this vLLM lets a request that waits be given other blocks."""
-    has_ranks = parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1
+    has_ranks = has_several_ranks(parallel)
     _refuse_first(
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

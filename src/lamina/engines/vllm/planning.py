@@ -25,6 +25,17 @@ class _Expectation(NamedTuple):
     reason: Reason
 
 
+def prompt_tokens(output: Any) -> dict[str, int]:
+    """How many tokens of prompts the step of `output` computes, by request: no drafts, nor the one
+    token of those that decode. In most steps there are none."""
+    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    drafted = sum(map(len, drafts.values()))
+    if output.total_num_scheduled_tokens - drafted <= len(scheduled):
+        return {}
+    counts = ((name, count - len(drafts.get(name, ()))) for name, count in scheduled.items())
+    return {name: count for name, count in counts if count > 1}
+
+
 class Planner:
     """Weighs each hit, and compares what comes with what was predicted.
 
@@ -92,22 +103,20 @@ class Planner:
             release.forecast,
         )
 
-    def step_built(self, number: int, output: Any, waits: bool) -> None:
-        """A step was scheduled; it `waits` for slices."""
+    def step_built(self, number: int, output: Any, prompts: Mapping[str, int], waits: bool) -> None:
+        """A step was scheduled, with `prompt_tokens`; it `waits` for slices."""
         scheduled: Mapping[str, int] = output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
-        drafted = sum(map(len, drafts.values()))
         tokens = weighted = 0
-        if output.total_num_scheduled_tokens - drafted > len(scheduled):  # there is a prompt in it
+        if prompts:
             cached = output.scheduled_cached_reqs
             computed = [
                 (data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs
             ]
             computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             for name, before in computed:
-                if (count := scheduled[name] - len(drafts.get(name, ()))) > 1:
-                    tokens += count
-                    weighted += count * before
+                count = prompts.get(name, 0)
+                tokens += count
+                weighted += count * before
         context = weighted // tokens if tokens else 0
         now_s, meters = self._prefixes.clock(), self._meters
         for name in [name for name in self._outside if name in scheduled]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from lamina.engines.vllm.config import has_several_ranks
 from lamina.engines.vllm.messages import WorkerDescription
 from lamina.errors import GeometryError, LaminaError
-from lamina.shards import Shard, digest_of
+from lamina.shards import ALONE, Shard, digest_of
 
 
 class UnlikeRanksError(LaminaError):
@@ -27,9 +28,9 @@ def shard_of(vllm_config: Any, layers: Mapping[str, Any], names: Iterable[str]) 
     from vllm.distributed import get_pp_group, get_tp_group
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if ranks == stages == 1:
-        return Shard()
+    ranks = parallel.tensor_parallel_size
+    if not has_several_ranks(parallel):
+        return ALONE
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     replicas = max(1, ranks // heads)
     for name in names:
@@ -42,7 +43,7 @@ def shard_of(vllm_config: Any, layers: Mapping[str, Any], names: Iterable[str]) 
             )
     shards, rank = ranks // replicas, get_tp_group().rank_in_group
     number = get_pp_group().rank_in_group * shards + rank // replicas
-    return Shard(number, stages * shards, rank % replicas, replicas)
+    return Shard(number, parallel.pipeline_parallel_size * shards, rank % replicas, replicas)
 
 
 def joined(told: Iterable[bytes]) -> WorkerDescription | None:

@@ -7,7 +7,7 @@ What becomes of a hit is decided in `planning`; `retrieves` and `stores` see tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from lamina.engines.vllm.messages import (
     StepReport,
     TransferState,
 )
-from lamina.engines.vllm.planning import Planner
+from lamina.engines.vllm.planning import Planner, prompt_tokens
 from lamina.engines.vllm.ranks import UnlikeRanksError, joined
 from lamina.engines.vllm.retrieves import Retrieves
 from lamina.engines.vllm.stats import SchedulerCounts
@@ -178,11 +178,12 @@ class SchedulerSide:
         self.retrieves.note_preempted(output.preempted_req_ids or ())
         self._note_scheduled(output.scheduled_new_reqs, output.scheduled_cached_reqs)
         scheduled = output.num_scheduled_tokens
-        self._store_of_step(scheduled, output.scheduled_spec_decode_tokens)
+        prompts = prompt_tokens(output)
+        self._store_of_step(scheduled, prompts)
         gates = self.retrieves.gates(scheduled)
         self._steps += 1
         if output.total_num_scheduled_tokens:
-            self._planner.step_built(self._steps, output, bool(gates))
+            self._planner.step_built(self._steps, output, prompts, bool(gates))
         written = set(getattr(output, "new_block_ids_to_zero", None) or ())
         asks = self._waits_for_epoch and self._identity.epochs.current is None
         self._waits_for_epoch = False
@@ -299,17 +300,11 @@ class SchedulerSide:
 
     # Steps, in detail
 
-    def _store_of_step(
-        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]]
-    ) -> None:
+    def _store_of_step(self, scheduled: Mapping[str, int], prompts: Iterable[str]) -> None:
         """Store what is confirmed of prompts, at every step until all of it is, and of a part of
         those that decode: each of hundreds has a chunk more once in hundreds of steps."""
         names = list(scheduled)
-        if sum(scheduled.values()) - sum(map(len, drafts.values())) > len(names):
-            until = self._steps + _LOOK_EVERY
-            for name, count in scheduled.items():
-                if count - len(drafts.get(name, ())) > 1:
-                    self._prompts[name] = until
+        self._prompts.update(dict.fromkeys(prompts, self._steps + _LOOK_EVERY))
         some = names[self._steps % _LOOK_EVERY :: _LOOK_EVERY]
         looked_at = dict.fromkeys([*self._prompts, *some])
         if self._prompts:

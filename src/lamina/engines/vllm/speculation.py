@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lamina.engines.vllm.config import has_several_ranks
 from lamina.errors import SettingsError
 
 PROVEN = "ngram"
@@ -48,8 +49,7 @@ def check_speculation(vllm_config: Any, is_proven_version: bool) -> None:
             "num_speculative_tokens_per_batch_size is set",
             "It is not proven yet: use num_speculative_tokens alone",
         )
-    parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    if has_several_ranks(vllm_config.parallel_config):
         raise SettingsError(
             f"{cause} with several ranks", f"It is not proven yet: use one rank, {otherwise}"
         )
