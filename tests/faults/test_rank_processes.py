@@ -31,8 +31,6 @@ def test_ranks_store_and_retrieve_together(
 ) -> None:
     ranks = ranks_of(socket, GEOMETRY, shards, replicas, on_gpu=False, path=path)
     check_together(ranks, GEOMETRY, seed=10 * shards + replicas)
-    for rank in ranks:
-        rank.kill()
 
 
 @pytest.mark.parametrize("path", ["direct", "ring"])

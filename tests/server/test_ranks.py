@@ -35,18 +35,6 @@ from tests.support.server import ServerThread
 from tests.support.wait import eventually
 from tests.support.worker import PageWorker
 
-
-@pytest.fixture
-def keys() -> list[bytes]:
-    return random_keys(CHUNKS)
-
-
-@pytest.fixture
-def engine(server: ServerThread, make_worker: Make) -> Engine:
-    """Of two shards, connected."""
-    return Engine(make_worker, "one")
-
-
 # Workers come and go.
 
 

@@ -31,17 +31,6 @@ from tests.support.wait import eventually
 from tests.support.worker import PageWorker
 
 
-@pytest.fixture
-def keys() -> list[bytes]:
-    return random_keys(CHUNKS)
-
-
-@pytest.fixture
-def engine(server: ServerThread, make_worker: Make) -> Engine:
-    """Of two shards, connected."""
-    return Engine(make_worker, "one")
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_two_shards_have_stored_is_found_and_every_byte_comes_back(
     server: ServerThread, engine: Engine, keys: list[bytes], first: int

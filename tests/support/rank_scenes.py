@@ -58,6 +58,8 @@ def check_together(ranks: list[Rank], geometry: Geometry, seed: int) -> None:
             was_given_up = rank is quitter and end is TransferStatus.CANCELLED
             assert end is TransferStatus.OK or was_given_up
     expect_nothing_held(ranks[0])
+    for rank in ranks:
+        rank.kill()
 
 
 def check_killed(ranks: list[Rank], geometry: Geometry, socket: Path) -> None:
