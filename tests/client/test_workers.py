@@ -50,6 +50,19 @@ def test_more_than_were_waited_for_are_all_told(world: World, server: Greeted) -
     assert world.client.workers(1) == (ONE, TWO)
 
 
+def test_a_connection_that_lingers_stands_for_no_other_worker(
+    world: World, server: Greeted
+) -> None:
+    """One that a rank has lost says the same as the one that follows it."""
+    assert world.client.workers(2) is None
+    tell(world, server, ONE, ONE)
+    assert world.client.workers(2) is None
+    world.now_s += RECONNECT_EVERY_S
+    assert world.client.workers(2) is None
+    tell(world, server, ONE, ONE, TWO)
+    assert world.client.workers(2) == (ONE, TWO)
+
+
 def test_what_was_told_once_is_kept_without_the_server(world: World, server: Greeted) -> None:
     world.client.workers(1)
     tell(world, server, ONE)

@@ -379,6 +379,7 @@ class ScriptedClient:
     ) -> ScriptedRetrieve | None:
         self._take_number(number)
         self.deadlines_s.append(deadline_s)
+        assert 0 < layers_per_slice <= len(self.layers), "the real client refuses such a width"
         blocks = [int(block) for block in block_ids[0]]
         if not (self.is_usable and self.takes_retrieves and lease in self.leases):
             self.leases.pop(lease, None)  # it runs out

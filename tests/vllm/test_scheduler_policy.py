@@ -203,7 +203,7 @@ def test_how_long_a_release_takes_is_measured(
         rig.run(f"r{number}")
         account = Account(retrieve, 1, begun_s, begun_s + LAYERS)
         early = account._replace(end_s=begun_s + 0.5)  # of all ranks the last one counts
-        accounts = [account, *[early] * (len(rig.clients) - 1)]
+        accounts = [*[early] * (len(rig.clients) - 1), account]
         rig.side.step_done((), StepReport(accounts=accounts))
         now_s = begun_s + 2 * LAYERS
     assert rig.side._prefixes.meters.releases.release_s == (pytest.approx(2.0) if is_idle else None)
